@@ -283,6 +283,7 @@ class Best(Event, frozen=True, kw_only=True, tag="best"):
     round: int
     metric: str
     value: float | None
+    better: str = ""  # which value of the metric is: "lower" or "higher"; "" in an older version's log
 
 
 class Notice(Event, frozen=True, kw_only=True, tag="notice"):

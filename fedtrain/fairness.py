@@ -17,6 +17,7 @@ model of its own say, has a prefix in the names that it gives, and is worked out
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,25 +31,53 @@ if TYPE_CHECKING:
 SERVER = "server"  # a prefix, and the site whose eval_data() the server holds
 UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
 SUFFIXES = (UNIFORM, WORST, STD)
-COSTS = {"mae", "mse", "rmse", "mape", "nll", "ppl", "bpc", "wer", "cer", "brier", "ece"}
+Lower = Callable[[str], bool | None]  # whether a smaller value of a metric is better; None: not known
+# Words of a metric's name of which a smaller value is better
+COSTS = """
+    mae mse rmse msle rmsle mape smape mase wape nmse nrmse medae mre nll ppl bpc bpb bpd wer cer ter eer
+    der brier ece mce bce ce xent kl kld js jsd fid kid lpips mcd hd asd assd masd rvd epe mpjpe ade fde
+    crps rps fpr fnr fdr far frr hter emd mmd chamfer hausdorff hamming levenshtein wasserstein pinball
+    energy risk cost costs penalty false misses mistakes bias residual residuals err errs latency
+"""
+# and of which a larger one is
+GAINS = """
+    accuracy acc auc auroc auprc aucpr rocauc prauc roc ap map f1 f2 fbeta fscore fmeasure dice dsc iou
+    miou jaccard precision recall sensitivity specificity tpr tnr ppv npv r2 bleu rouge rougel meteor cider
+    chrf psnr ssim mssim snr sdr sisdr kappa mcc correlation corr pearson spearman kendall pcc ccc ndcg dcg
+    mrr hit hits likelihood loglik elbo reward rewards returns gain lift em exact correct cindex
+    concordance similarity explained score success win wins pck nmi ami ari purity throughput
+"""
 
 
-def is_cost(metric: str) -> bool:
-    """Whether a smaller value is better, as far as its name tells."""
-    words = re.split(r"[^a-z]+", metric.lower())
-    return any(word in metric for word in ("loss", "error", "perplexity")) or not COSTS.isdisjoint(words)
+def is_cost(metric: str) -> bool | None:
+    """Whether a smaller value is better, as far as the metric's name tells; None where it does not."""
+    name = metric.lower()
+    words = set(re.split(r"[^a-z0-9]+", name))
+    words |= {word.rstrip("0123456789") for word in words}
+    if re.search(r"(^|/)(neg|minus|inverse|1 ?-|(1|one)_minus)", name):  # of neg_mse a larger value
+        return True if "lik" in name else None
+    if re.search("loss|error|perplex|entropy|divergence|deviance|distance|regret|discrepancy|misclass", name):
+        return True
+    cost = not words.isdisjoint(COSTS.split())
+    gain = not words.isdisjoint(GAINS.split()) and not (cost and "score" in words)
+    return cost if gain != cost else None
 
 
-def with_sites(
-    metrics: Mapping[str, float], by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
-) -> dict[str, float]:
-    """The averages of an evaluation, and what is worked out over sites. `lower`: as in `over_sites`."""
-    return joined(metrics, over_sites(by_site, lower))
+def mistyped(metric: str) -> bool:
+    """Whether a metric's name is nearly, and not quite, that of a known one."""
+    near = difflib.get_close_matches(metric, ["loss", *COSTS.split(), *GAINS.split()], n=1, cutoff=0.8)
+    return bool(near) and metric not in near
 
 
-def with_server(metrics: Mapping[str, float], at_server: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an evaluation, and those of the data that the server holds."""
-    return joined(metrics, {f"{SERVER}/{name}": value for name, value in at_server.items()})
+def decided(metric: str, lower: bool | None) -> bool:
+    """Whether a smaller value is better; ConfigError where `lower`, None, leaves that open."""
+    if lower is None:
+        raise ConfigError(
+            f'evaluate.mode: "auto" goes by words of a metric\'s name, and {metric!r} has none that says '
+            f'which value is better. Set evaluate.mode = "min" where a smaller {metric} is better, "max" '
+            f"where a larger one is."
+        )
+    return lower
 
 
 def joined(metrics: Mapping[str, float], ours: Mapping[str, float]) -> dict[str, float]:
@@ -61,11 +90,9 @@ def joined(metrics: Mapping[str, float], ours: Mapping[str, float]) -> dict[str,
     return {**metrics, **ours}
 
 
-def over_sites(
-    by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
-) -> dict[str, float]:
+def over_sites(by_site: Mapping[SiteId, Mapping[str, float]], lower: Lower) -> dict[str, float]:
     """The metrics with a suffix, of each metric that two sites or more give; a site whose value is NaN gives
-    none. `lower`: whether a smaller value of the metric of this name is better."""
+    none. Of a metric whose better direction is not known there is no worst tenth."""
     values: dict[str, list[float]] = {}
     for site in sorted(by_site):
         for name, value in by_site[site].items():
@@ -74,10 +101,11 @@ def over_sites(
     found: dict[str, float] = {}
     for name, each in values.items():
         if len(each) > 1:
-            worst_first = sorted(each, reverse=lower(name))
-            mean = _mean(each)
+            mean, low = _mean(each), lower(name)
             found[f"{name}/{UNIFORM}"] = mean
-            found[f"{name}/{WORST}"] = _mean(worst_first[: math.ceil(len(each) / 10)])
+            if low is not None:
+                worst_first = sorted(each, reverse=low)
+                found[f"{name}/{WORST}"] = _mean(worst_first[: math.ceil(len(each) / 10)])
             found[f"{name}/{STD}"] = math.sqrt(_mean([(value - mean) ** 2 for value in each]))
     return found
 

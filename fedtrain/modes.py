@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .config import COMMANDS, MACHINE, SITE_MODELS, Config, Source, is_own
+from .config import COMMANDS, MACHINE, SITE_MODELS, Config, SimulateConfig, Source, is_own
 from .errors import ConfigError
+from .fairness import decided, mistyped
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limits.max_norm",
@@ -229,6 +230,27 @@ def check(config: Config, *names: str) -> None:
             continue
         if typed or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
+    metric = config.evaluate.metric
+    if "evaluate.metric" in seen and not mistyped(metric):  # which the first evaluation says
+        decided(metric, config.evaluate.lower(metric))
+
+
+def check_dealt(
+    config: Config,
+    *,
+    natural: bool,
+    keys: tuple[str, ...] = ("sites", "partition", "examples", "min_examples"),
+) -> None:
+    """ConfigError for a key that says how one pool of examples is dealt, where the task has natural sites."""
+    default = SimulateConfig()
+    for key in keys if natural else ():
+        value, source = getattr(config.simulate, key), config.given.get(f"simulate.{key}", Source.FILE)
+        if value != getattr(default, key) or source >= Source.SET:
+            raise ConfigError(
+                f"simulate.{key} = {value!r} ({source}) does nothing: it deals one pool of examples, and the "
+                f"task's sites() names the sites, each with data of its own. Leave it out; or let sites() "
+                f"return None and data() the pool."
+            )
 
 
 def idle(config: Config, name: str) -> list[str]:

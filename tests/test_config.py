@@ -341,7 +341,7 @@ def test_two_floats_agree_only_when_they_are_equal(a, b):
         ("loss", "auto", 0.4, 0.5, True), ("loss", "auto", 0.5, 0.5, False),
         ("val_error", "auto", 1, 2, True),
         ("accuracy", "auto", 0.6, 0.5, True), ("accuracy", "auto", 0.4, 0.5, False),
-        ("mae", "auto", 1, 2, True), ("val_RMSE", "auto", 2, 1, False), ("maestro", "auto", 2, 1, True),
+        ("mae", "auto", 1, 2, True), ("val_RMSE", "auto", 2, 1, False), ("maestro", "max", 2, 1, True),
         ("loss", "max", 0.6, 0.5, True), ("accuracy", "min", 0.4, 0.5, True),
         ("loss", "auto", 9.0, None, True), ("loss", "auto", float("nan"), None, False),
     ],

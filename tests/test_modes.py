@@ -340,6 +340,8 @@ def another(value):
         return not value
     if isinstance(value, dict):
         return {"f": 1}
+    if value == "loss":  # evaluate.metric, whose name has to say which value is better
+        return "accuracy"
     return value + 1 if isinstance(value, int | float) else "another"
 
 

@@ -85,7 +85,11 @@ def evaluated(folder, kind, pooled, **sections):
 def test_each_site_evaluates_its_personal_model(tmp_path, kind, pooled):
     """Two rounds of two sites: some have a model of their own, and others have none yet."""
     cfg, found, counted = evaluated(
-        tmp_path, kind, pooled, run={"rounds": 2}, simulate={"sites": 5, "partition": "quantity:2"}
+        tmp_path,
+        kind,
+        pooled,
+        run={"rounds": 2},
+        simulate={"sites": 5, "partition": "quantity:2"} if pooled else {},
     )
     bench = Workbench(cfg, simulated=True)
     sites = bench.description.sites

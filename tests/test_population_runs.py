@@ -80,6 +80,7 @@ def run(config, workers=0):
 
 
 FEW = {
+    "simulate": {"sites": 10, "partition": "iid", "examples": 0},  # defaults: the task names its sites
     "strategy": {"kind": "fedavg", "fraction": 0.00001},
     "run": {"task": "population_task:Users", "rounds": 2},
 }

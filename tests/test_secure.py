@@ -132,7 +132,7 @@ def fixed(cfg, sites=SITES, cohort=None, number=0):
 
 @pytest.mark.parametrize("ring_bits", [16, 32, 64])
 def test_under_masks_the_mean_is_the_fixed_point_mean_bit_for_bit(tmp_path, ring_bits):
-    cfg = config(tmp_path, secagg={"ring_bits": ring_bits})
+    cfg = config(tmp_path, secagg={"ring_bits": ring_bits, "max_examples": 100})
     masked = mean_of(SimulatedMasks(cfg, openly(), Events()))
     assert masked.delta.digest == fixed(cfg).delta.digest
     assert masked.metrics == fixed(cfg).metrics == {"loss": 0.5}

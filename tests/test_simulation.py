@@ -72,13 +72,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def configured(folder, *, task="Pool", sites=7, name="run", rounds=3, engine="loop", **strategy):
+    dealt = {"sites": sites, "partition": "quantity:1"} if task != "Natural" else {}
     return Config.of(
         {
             "run": {"task": f"pool_task:{task}", "rounds": rounds, "seed": 5, "name": name},
             "train": {"batch_size": 16, "lr": 0.1},
             "strategy": {"kind": "fedadam", **strategy},
             "secagg": {"enabled": False},
-            "simulate": {"sites": sites, "partition": "quantity:1", "workers": 1, "engine": engine},
+            "simulate": {"workers": 1, "engine": engine, **dealt},
         },
         folder,
     )

@@ -1,6 +1,6 @@
 """A plain training script, which knows nothing of fedtrain but its files: `train.command` runs it at a site.
 
-    fedtrain simulate --set 'train.command=python plain.py {request}'
+    fedtrain simulate --set run.name=by-script --set 'train.command=python plain.py {request}'
 
 What stands between the two marks is anyone's loop: torchtitan's or accelerate's, say.
 """

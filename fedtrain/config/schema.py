@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ..digest import settings_digest
-from ..fairness import STD, is_cost, split
+from ..fairness import STD, decided, is_cost, split
 from .load import Source, build, read, refuse_unknown, types_of
 from .simulated import SimulateConfig
 from .values import (
@@ -196,22 +196,23 @@ class EvaluateConfig(Settings):
 
     every: Count = 1  # rounds between evaluations, and one after the last round; 0: never
     metric: str = "loss"  # that decides the best model and an early stop; "loss/worst_decile" is one too
-    mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: min for *loss* and *error*
+    mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: as its name says
     patience: Count = 0  # evaluations without improvement before the run stops; 0: it does not stop early
     min_delta: Number = 0.0  # difference from which on a better metric counts as an improvement
     sites: Count = 0  # sites that are drawn for an evaluation, where sites evaluate; 0: all of them
     server: bool = False  # evaluate also on eval_data("server"), at the aggregator, as "server/loss"
 
     def better(self, new: float, old: float | None) -> bool:
-        """Whether a metric's new value improves on the best one before it; NaN never does."""
+        """Whether a metric's new value improves on the best one before it; NaN never does. See decided."""
+        lower = decided(self.metric, self.lower(self.metric))
         if new != new:
             return False
-        lower = self.lower(self.metric)
         return old is None or (new < old - self.min_delta if lower else new > old + self.min_delta)
 
-    def lower(self, name: str) -> bool:
+    def lower(self, name: str) -> bool | None:
         """Whether a smaller value of a metric is better: as `mode` says for `metric`, and for what is worked
-        out of one metric over sites alike; else by the name. Of a spread over sites a smaller one is."""
+        out of one metric over sites alike; else by the name, None where that does not tell. Of a spread over
+        sites a smaller one is."""
         (metric, suffix), (own, how) = split(name), split(self.metric)
         if self.mode != "auto" and (name == self.metric or (STD not in (suffix, how) and metric == own)):
             return self.mode == "min"
@@ -289,9 +290,8 @@ class ParallelConfig(Settings):
     comm_rank: AtLeastOne = 4  # rank of the matrices that comm_hook = powersgd sends
     comm_fraction: Fraction = 0.01  # part of coordinates that comm_hook = topk sends
     find_unused: bool = False  # some parameters take no part in some losses
-    sync: Literal["step", "local"] = (
-        "step"  # step: average gradients each step; local: islands, by [strategy]
-    )
+    # step: average gradients each step; local: islands, by [strategy]
+    sync: Literal["step", "local"] = "step"
     carry: bool = True  # islands keep their optimizer's state and place in the data between rounds
     fragments: AtLeastOne = 1  # pieces of the model that islands exchange one after the other (streaming)
     overlap: Count = 0  # steps that go on while a fragment is exchanged

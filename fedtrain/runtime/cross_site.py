@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from .. import __version__
 from ..config import Config
 from ..errors import ConfigError, some
 from ..events import Averages
-from ..fairness import averaged, with_sites
+from ..fairness import Lower, averaged, joined, over_sites
 from ..messages import SiteId, summed
 from ..tracking.export import completed, filled, model_of, own_models
 from ..training.examples import Stream, examples_of
@@ -66,7 +66,7 @@ class Yardstick:
         return Engine(self._task, trained.train, trained.run.seed)
 
     def measured(
-        self, engine: Engine, source: Path, tensors: dict[str, Any], lower: Callable[[str], bool]
+        self, engine: Engine, source: Path, tensors: dict[str, Any], lower: Lower
     ) -> tuple[Averages, dict[SiteId, Averages]]:
         """(metrics over all sites, each site's) of a model of `source`. `lower`: of which metrics less is
         better."""
@@ -74,7 +74,7 @@ class Yardstick:
         engine.freeze(frozen)
         found = {site: engine.evaluate(examples, weights) for site, examples in self._data.items()}
         metrics, by_site = shown(self._task, summed(found), found)
-        return {**with_sites(metrics, by_site, lower)}, {site: {**own} for site, own in by_site.items()}
+        return joined(metrics, over_sites(by_site, lower)), {site: {**own} for site, own in by_site.items()}
 
     def check_beside(self, first: Yardstick) -> None:
         """ConfigError unless its sites, and how many examples each has, are those of the first one."""

@@ -18,7 +18,7 @@ from .. import __version__, strategies
 from ..config import Config, one_of
 from ..digest import seed_of
 from ..errors import ConfigError
-from ..fairness import with_sites
+from ..fairness import joined, over_sites
 from ..messages import Metrics, SiteId, summed
 from ..population import EACH
 from ..schema import Schema, unique_tensors
@@ -83,7 +83,7 @@ def _reported(
     metrics, by_site = shown(task, summed(found), found)
     evaluated = EvaluationReport(
         run=about["run"], round=about["round"], weights_digest=about["weights_digest"],
-        data=test_split(task), metrics=with_sites(metrics, by_site, config.evaluate.lower),
+        data=test_split(task), metrics=joined(metrics, over_sites(by_site, config.evaluate.lower)),
         by_site={name: {**own} for name, own in by_site.items()}, fedtrain=__version__, own_models=own_models,
     )  # fmt: skip
     keep_evaluated(source, evaluated)

@@ -21,7 +21,7 @@ from ..config import Config
 from ..digest import seed_of, settings_digest
 from ..errors import ConfigError
 from ..events import Emit, Record
-from ..fairness import SERVER, split, with_server, with_sites
+from ..fairness import SERVER, joined, over_sites, split
 from ..messages import Metrics, SiteId, averages
 from ..store import AGREED, Checkpoint, RoundPlan, RunStore
 from ..store.rounds import NOISE, MadeOf
@@ -33,9 +33,7 @@ HIDDEN = (
     "masks, of one pool of data, and at a peer. "
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
-AGREED_ROUNDS = (
-    "agreed_rounds"  # beside store.AGREED: of the run that they ended, whatever a peer's round was
-)
+AGREED_ROUNDS = "agreed_rounds"  # beside store.AGREED: of the run that peers ended, not of a peer
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -246,7 +244,8 @@ class Journal:
         best so far; returns all of it. ConfigError when evaluate.metric is none of the metrics. An evaluation
         without any is no reason to stop. `at_server`: on the server's own data."""
         metric, store = self.config.evaluate.metric, self._store
-        metrics = with_sites(with_server(metrics, at_server), by_site, self.config.evaluate.lower)
+        metrics = joined(metrics, {f"{SERVER}/{name}": value for name, value in at_server.items()})
+        metrics = joined(metrics, over_sites(by_site, self.config.evaluate.lower))
         best_yet = None if store is None else (store.evaluation(store.best_round) or {}).get(metric)
         check_metric(metric, metrics, known=bool(self._common(best_yet is not None)))
         if store is None:
@@ -259,7 +258,8 @@ class Journal:
             return metrics
         self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
         if best:
-            self.emit(events.Best(round=number, metric=metric, value=value))
+            better = ("higher", "lower")[bool(self.config.evaluate.lower(metric))]
+            self.emit(events.Best(round=number, metric=metric, value=value, better=better))
         return metrics
 
     # --- the end

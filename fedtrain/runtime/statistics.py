@@ -14,6 +14,7 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError, TaskError, TooFewSites
 from ..messages import SiteId, summed
+from ..modes import check_dealt
 from ..population import EACH
 from ..questions import Question
 from ..statistics.report import Statistics, report
@@ -77,6 +78,7 @@ def _sources(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Co
 
         return {site: ColumnSource.at(task, site, cache(data))}
     simulated = SimulatedSites(task, config.simulate, config.run.seed)
+    check_dealt(config, natural=simulated.natural)
     if len(simulated.names) > EACH:
         raise ConfigError(
             f"stats: all {len(simulated.names):,} sites would count their data. Lower simulate.sites to "

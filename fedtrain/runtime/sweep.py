@@ -22,6 +22,7 @@ import msgspec
 from .. import modes, strategies
 from ..config import Config
 from ..errors import ConfigError
+from ..fairness import decided
 from ..tracking.log import events_file
 from ..tracking.runs import Summary, summary_of
 
@@ -136,7 +137,7 @@ def sweep(
 
 def ranked(config: Config, ended: Sequence[Tried]) -> list[Tried]:
     """By evaluate.metric, the best first; those without a value last."""
-    sign = 1 if config.evaluate.lower(config.evaluate.metric) else -1
+    sign = 1 if decided(metric := config.evaluate.metric, config.evaluate.lower(metric)) else -1
     return sorted(ended, key=lambda done: (done.value is None, sign * (done.value or 0.0), done.run))
 
 

@@ -39,8 +39,9 @@ STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with
 
 
 def rounding_seed(*parts: object) -> bytes:
-    """Of the random rounding, 16 bytes: the same in a simulation and at a real site."""
-    return hashlib.sha256("\x1f".join(str(p) for p in ("rounding", *parts)).encode()).digest()[:16]
+    """Of the random rounding, 16 bytes: the same in a simulation and at a real site, whatever its run is
+    called. "r" stands where a seed had the run's name; a run of that name goes on with the same bits."""
+    return hashlib.sha256("\x1f".join(str(p) for p in ("rounding", "r", *parts)).encode()).digest()[:16]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Total:
 
     delta: Arena | None  # the weighted mean; None where no model was summed
     weight: float  # Σ w
+    bits: float  # of a coordinate at the bound at a site of usual weight, see decode
     clipped: float  # coordinates over all sites
     metrics: Metrics  # Σ over sites
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)  # as in learning.Round
@@ -164,8 +166,13 @@ class Encoding:
             clipped += point.encode_into(read, 1.0, seed, out, at, parallel)
             at += stop - start
         exact = [*self._numbers(update), *self._exact_values(delta, weight, scale)]
-        self._put(vector, at, [weight, clipped + update.clipped, *exact], self._name)
+        self._put(vector, at, [weight * self._finer, clipped + update.clipped, *exact], self._name)
         self._put_metrics(vector, update.metrics, names)
+
+    @property
+    def _finer(self) -> float:
+        """By how much a weight's unit is finer than that of other scalars."""
+        return 1 / ONE / self.point.weight_unit
 
     def stacks(self, delta: AnyArena) -> bool:
         """Whether an update is summed faster together with its neighbours in a slab: that of a small model of
@@ -204,7 +211,8 @@ class Encoding:
             values, out = slab.flat(section).numpy()[indices, start:stop], total[at : at + stop - start]
             clipped += point.add_rows(values, np.ones(len(rows)), seeds, out, at)
             at += stop - start
-        scalars = [[each.weight, count, *each.exact] for each, count in zip(rows, clipped, strict=True)]
+        each_row = zip(rows, clipped, strict=True)
+        scalars = [[each.weight * self._finer, count, *each.exact] for each, count in each_row]
         exact = self.point.encode_scalars(np.array(scalars, np.float64))
         total[at : self.length] += exact.sum(axis=0, dtype=total.dtype)
 
@@ -234,7 +242,7 @@ class Encoding:
         for section, first in self._rest:
             for start in range(first, section.numel, CHUNK):
                 values = numbers(delta, section, start, min(start + CHUNK, section.numel))
-                factor = weight * scale if section.floating else weight
+                factor = (weight * scale if section.floating else weight) * self._finer
                 found += (values.astype(np.float64) * factor).tolist()
         return found
 
@@ -272,7 +280,7 @@ class Encoding:
         for sized in names:
             name, size = name_and_size(sized)
             metrics[name] = list(islice(sums, size)) if size else next(sums), next(sums)
-        weight, clipped = float(exact[0]), float(exact[1])
+        weight, clipped = float(exact[0]) / self._finer, float(exact[1])
         most = sites * self.point.max_weight * (self.schema is not None)
         if not (0 <= weight <= most + sites / ONE and 0 <= clipped <= sites * SCALAR_LIMIT * (most > 0)):
             raise SecAggError(
@@ -280,14 +288,16 @@ class Encoding:
                 f"sent what no update gives, or masked for another model"
             )
         if self.schema is None:
-            return Total(None, weight, clipped, metrics)
+            return Total(None, weight, 0.0, clipped, metrics)
         numbers = {each.name: float(n) for each, n in zip(self.extras.scalars, exact[2:], strict=False)}
         sums = self._sums(total, sites)
         if not weight > 0 and self.extras.max_weight is None:
             raise RoundError(f"{sites} updates weigh {weight:g} examples together, so they have no mean.")
-        rest = exact[2 + len(numbers) :] / (weight or 1.0)
+        rest = exact[2 + len(numbers) :] / self._finer / (weight or 1.0)
         mean = self._mean(total, rest, sites, weight or 1.0, parallel)
-        return Total(mean, weight, clipped, metrics, sums, numbers)
+        # Roundings are at random: of more than three sites, the fewest in a sum, they even out.
+        bits = self.point.bits(weight / sites) + math.log2(max(sites, 3) / 3) / 2
+        return Total(mean, weight, bits, clipped, metrics, sums, numbers)
 
     def _sums(self, total: RingVector, sites: int) -> dict[str, torch.Tensor]:
         """Each vector of the strategy, and of an exact one the sum of deltas; float64."""

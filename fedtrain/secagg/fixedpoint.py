@@ -18,6 +18,7 @@ Where sums have checksums, q_max is added to each integer of a site: then none i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -92,6 +93,17 @@ class FixedPoint:
     def q_max(self) -> int:
         """The largest integer that one site sends."""
         return (1 << (self.value_bits - 1)) - 1
+
+    @property
+    def weight_unit(self) -> float:
+        """What one unit of a weight's scalar stands for: 2^-20, or less where all weights are below 1."""
+        return min(1.0, 2.0 ** math.ceil(math.log2(self.max_weight))) / ONE
+
+    def bits(self, weight: float) -> float:
+        """How many bits a coordinate at the bound keeps that counts with this weight: as many as its integer
+        has, and not more than the weight's own."""
+        share = min(weight / self.max_weight * self.q_max, weight / self.weight_unit)
+        return math.log2(share) if share > 0 else 0.0
 
     @property
     def zero(self) -> int:
@@ -224,9 +236,9 @@ class FixedPoint:
         return integers, clipped
 
     def weight(self, weight: float) -> float:
-        """A site's weight as it counts: the multiple of 2^-20 that its scalar can say."""
+        """A site's weight as it counts: the multiple of weight_unit that its scalar can say."""
         self._check_weight(weight)
-        return max(1, round(weight * ONE)) / ONE
+        return max(1, round(weight / self.weight_unit)) * self.weight_unit
 
     def _check_weight(self, weight: float) -> None:
         if not 0 < weight <= self.max_weight:

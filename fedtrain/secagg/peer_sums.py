@@ -84,7 +84,7 @@ class PeerSums:
                 f"round {session.round + 1}: {session.receiver} has its part already, and a mask serves once"
             )
         self._sent[session.receiver] = session.round
-        seed = rounding_seed("gossip", self._run, self._seed, session.round, self.me)
+        seed = rounding_seed("gossip", self._seed, session.round, self.me)
         vector, clipped = layout.encode(values, scalars, weight, seed, self._parallel)
         if self._pair is not None:
             sid = session.id

@@ -11,18 +11,25 @@ site's update is in the model, and training begins with the state after that one
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
 from ..arena import Arena
 from ..digest import digest_of
-from ..errors import Forgotten
+from ..errors import Forgotten, some
+from ..events import Emit, Event, Notice, RoundCommitted
+from ..messages import SiteId
 from ..schema import Schema
 from .disk import explained, private_folder, write_whole
 
 NEVER = -1  # in place of a round: no update of this site counted yet
+OTHER_DATA = (
+    "round {}: the data of {} are not those of the rounds before (their number, shapes, types or values). "
+    "The run goes on with them; --fresh begins it anew. Where nobody changed them, data() gives others each "
+    "time: seed what it draws"
+)
 TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
 
 
@@ -103,3 +110,40 @@ def advice(needed: bool) -> str:
             "name, or in another run."
         )
     return "Restore the folder, or remove it to begin without a state."
+
+
+class DataNotes:
+    """Digests of sites' training data in a run's folder. Several processes may note the same site."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._read = folder / "data.txt", 0  # lines "digest site"; a later one of a site counts
+        self._last: dict[SiteId, str] = {}
+        self._noted = set[SiteId]()
+        self._changed()
+
+    def note(self, site: SiteId, digest: Callable[[], str]) -> None:
+        """Note what a site has, once in a process; nothing where the digest is ""."""
+        if site not in self._noted and self._file.parent.is_dir():
+            self._noted.add(site)
+            if (found := digest()) not in ("", self._last.get(site)):
+                with self._file.open("a") as file:
+                    file.write(f"{found} {site}\n")
+
+    def telling(self, emit: Emit) -> Emit:
+        """`emit`, with a notice after a round that was trained on other data than the rounds before it."""
+
+        def tell(event: Event) -> None:
+            emit(event)
+            if isinstance(event, RoundCommitted) and (sites := self._changed()):
+                emit(Notice(text=OTHER_DATA.format(event.round, some(sites))))
+
+        return tell
+
+    def _changed(self) -> list[SiteId]:
+        """The sites with other data than before, by what was noted since the last call."""
+        text = self._file.read_text(errors="replace") if self._file.exists() else ""
+        pairs = [line.partition(" ")[::2] for line in text.split("\n")[self._read : -1]]
+        changed = sorted({site for digest, site in pairs if self._last.get(site, digest) != digest})
+        self._read += len(pairs)
+        self._last |= {site: digest for digest, site in pairs}
+        return changed

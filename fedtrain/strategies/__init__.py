@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..config.values import require
 from .adaptive_fedprox import AdaptiveFedProx
 from .base import (
     Strategy,
@@ -83,4 +84,10 @@ def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> St
     cls = config.class_of("strategy.kind", kind, STRATEGIES, Strategy, root, "a strategy")
     everywhere = config.options_of(config.StrategyConfig, ["options"])
     config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, also=everywhere)
-    return config.build(cls, dict(options), "strategy")
+    found = config.build(cls, dict(options), "strategy")
+    require(
+        found.weights in ("auto", *found.weighs),
+        "strategy.weights",
+        f"{kind} has weights by a formula of its own: set it to {' or '.join(('auto', *found.weighs))}",
+    )
+    return found

@@ -24,7 +24,7 @@ class AdaptiveFedProx(FedProx):
     patience: AtLeastOne = 5
     max_loss: Positive = 1_000.0  # that one site may have
     max_examples: Positive = 10_000.0  # likewise
-    down = ("mu",)
+    down, weighs = ("mu",), ("examples",)
 
     @property
     def scalars(self) -> tuple[Bounded, ...]:

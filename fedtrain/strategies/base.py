@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..arena import AnyArena, Arena, joined, split_into
 from ..config.own import fits, kind_of, wrong_pair
 from ..config.values import Settings, require
 from ..errors import ConfigError, nearest, some
 from ..learning import (
-    NO_EXTRAS,
     Bounded,
     Context,
     Contribution,
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
     from ..config import TrainConfig
     from ..learning import State, Vector
+
+
+WEIGHTS = {"examples": None, "equal": 1.0}  # a value of Strategy.weights -> Update.weight, and its bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,12 @@ class Strategy(Settings):
     keeps: ClassVar[str] = ""  # what `shares` of its own does, for a message
     trains_local: ClassVar[bool] = False  # whether sites train what is `local` by itself
     one_by_one: ClassVar[bool] = False  # whether a round asks one site, the one that waited longest
+    weighs: ClassVar[tuple[str, ...]] = ("examples", "equal")  # values of `weights`; the method's own first
 
     local: tuple[str, ...] = ()  # tensors that stay at their site, by name with wildcards
     fixed: tuple[str, ...] = ()  # tensors that are not trained, likewise
+    # How much a site counts in the mean: as its examples, or all sites alike; auto: as in the paper
+    weights: Literal["auto", "examples", "equal"] = "auto"
 
     # --- what is exchanged
 
@@ -191,9 +196,8 @@ def has_personal(strategy: Strategy) -> bool:
 
 def extras_of(strategy: Strategy) -> Extras:
     """What sites send for this strategy."""
-    if not overrides(strategy, "up", "scalars", "max_weight", "exact"):
-        return NO_EXTRAS
-    return Extras(tuple(strategy.up), tuple(strategy.scalars), strategy.max_weight, strategy.exact)
+    most = WEIGHTS.get(strategy.weights, strategy.max_weight)
+    return Extras(tuple(strategy.up), tuple(strategy.scalars), most, strategy.exact)
 
 
 def check_plain_sgd(kind: str, train: TrainConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .fedavg import FedAvg
 
@@ -13,4 +12,4 @@ class Cyclic(FedAvg):
     """Cyclic weight transfer (Chang et al. 2018, "Distributed deep learning networks among institutions"): in
     each round one site trains on from where the last one ended, and each site does so once a cycle."""
 
-    one_by_one: ClassVar[bool] = True
+    one_by_one, weighs = True, ()

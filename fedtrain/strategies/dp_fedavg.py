@@ -33,7 +33,7 @@ class DPFedAvg(Strategy):
     server_lr: Positive = 1.0
     momentum: BelowOne = 0.9
     delta: Inner = 1e-5  # of the (epsilon, delta) that is reported
-    down, max_weight = ("clip",), 1.0
+    down, max_weight, weighs = ("clip",), 1.0, ("equal",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ class FedDyn(Strategy):
     """
 
     alpha: NotNegative = 0.01
-    max_weight, exact = 1.0, True
+    max_weight, weighs, exact = 1.0, ("equal",), True
 
     def init(self, weights: Vector) -> State:
         return {"moved": weights.new_zeros(len(weights)).double()}

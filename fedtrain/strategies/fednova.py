@@ -18,6 +18,7 @@ class FedNova(Strategy):
     plain_sgd: ClassVar[bool] = True
     max_examples: Positive = 10_000.0  # that one site may have
     max_steps: Positive = 1_000.0  # that one site may take in a round
+    weighs = ("examples",)
 
     @property
     def max_weight(self) -> float:

@@ -21,7 +21,7 @@ class Ifca(Strategy):
     models: Annotated[int, Meta(ge=2)] = 2  # the paper's k; each costs its bytes
     spread: NotNegative = 0.1  # standard deviation of the further models around the first
     clip: Positive = 1.0  # bound on a coordinate of a further model's delta
-    max_weight = 1.0
+    max_weight, weighs = 1.0, ("equal",)
 
     @property
     def down(self) -> tuple[str, ...]:

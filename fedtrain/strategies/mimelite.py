@@ -18,7 +18,7 @@ class MimeLite(Strategy):
     plain_sgd: ClassVar[bool] = True
     momentum: BelowOne = 0.9  # the paper's β
     clip: Positive = 10.0  # bound on a coordinate of a site's gradient
-    down, max_weight = ("m",), 1.0
+    down, max_weight, weighs = ("m",), 1.0, ("equal",)
 
     @property
     def up(self) -> tuple[Bounded, ...]:

@@ -28,7 +28,7 @@ class PerFedAvg(FedAvg):
     alpha: Positive = 0.01
     delta: Positive = 1e-3
     personal_steps: AtLeastOne = 1
-    max_weight = 1.0
+    max_weight, weighs = 1.0, ("equal", "examples")
 
     def check(self, train: TrainConfig) -> None:
         super().check(train)

@@ -21,6 +21,7 @@ class QFedAvg(Strategy):
     q: NotNegative = 1.0
     max_loss: Positive = 16.0
     max_h: Positive = 1024.0
+    weighs = ()
 
     @property
     def max_weight(self) -> float:

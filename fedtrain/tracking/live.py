@@ -213,7 +213,9 @@ def line(event: Event, board: Board) -> str | None:
         case e.PeersAgreed():
             return f"{_round(event.round, board)}{agreement(event)}  {_bytes(event)}".rstrip()
         case e.Best():
-            return f"{_round(event.round, board)}is the best so far: {event.metric} {number(event.value)}"
+            better = f" ({event.better} is better)" if event.better else ""
+            best = f"is the best so far: {event.metric} {number(event.value)}{better}"
+            return f"{_round(event.round, board)}{best}"
         case e.Notice():
             return event.text
         case e.RunFinished():

@@ -8,6 +8,7 @@ its own order.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -39,6 +40,7 @@ from .batches import (
     with_parts,
 )
 
+SAMPLED_BYTES = 1 << 20  # of a column, about: a few milliseconds of a digest
 Collate = Callable[[list[Any]], Batch]  # see Task.collate
 Order = Callable[[int], torch.Tensor]  # number of examples -> a permutation of their indices, int64 [count]
 
@@ -267,3 +269,17 @@ def spans(count: int, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
         stop = min(start + size, count)
         if not (drop_last and stop - start < size and start > 0):
             yield start, stop
+
+
+def data_digest(data: Any) -> str:
+    """Of the number of examples, their shapes and types, and a sample of their values, in a few milliseconds;
+    of a Dataset the number alone. "" of a stream."""
+    examples = examples_of(data)
+    if isinstance(examples, Stream):
+        return ""
+    columns = examples.columns if isinstance(examples, Tensors) else []
+    found = zlib.crc32(repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode())
+    for column in (c.detach() for c in columns if c.layout is torch.strided):
+        rows = column[:: max(1, column.nbytes // SAMPLED_BYTES)].flatten()[:SAMPLED_BYTES].contiguous()
+        found = zlib.crc32(rows.cpu().view(torch.uint8).numpy().tobytes(), found)
+    return f"{found:08x}"

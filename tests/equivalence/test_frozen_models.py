@@ -39,12 +39,12 @@ RUNS = {
 
 FROZEN: dict[str, dict[str, str]] = {
     "AVX512 AuthenticAMD 25, torch 2.13.0": {
-        "heart": "e7cc746f45956b20cbdffa86315a92a7361cae8021d003c1bd0070791fdf7690",
+        "heart": "86dd818cdd5af8a0ce91fafe6dfb40a30a821f83a267daab1d9a625eea91f0b3",
         "heart-open": "a9e12897295b9678024e2ee742f2e3a81fc214c5c752220dc769f96b7c61e90b",
-        "digits": "e7494ec44dac1e19f9c1e82b75b46f850d21e52bb44b7904faea12b4aaf45869",
-        "digits-stacked": "c4f8ec299cef9c64daccba9b57ff4cc3a2f5f462533175c9cb8690733f4b2ce6",
+        "digits": "a83d57b315c00ce798219dd093f02a5f124f520ccbbc4a60ecc91b372b26d595",
+        "digits-stacked": "7cd006b37228c72bd7c02effdc7257d82029d891d5441ae808b63d826f8f7a81",
         "gossip": "cd046e4c2235931880df8391125307685ac11522907d123ace42aee6cbb25aa5",
-        "shakespeare": "4abbbb0f2ff3f328ad030d7cc9b6451eee2a7862ea2668d8e131dcc9476b4625",
+        "shakespeare": "f83cc01f6383bffffa0dc17f7607996a941a64d95501313979cb2e7b3e4a22fb",
         "shakespeare-datacenter": "d660b204d3ba715b06c4618f12fa6226709b36548ee74f50adc2be33d66cef72",
     },
 }

@@ -52,7 +52,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "qfedavg": {"max_loss": 4.0, "max_h": 64.0},
     "mimelite": {"momentum": 0.8},
     "fedsgd": {},
-    "per_fedavg": {"alpha": 0.05},
+    "per_fedavg": {"alpha": 0.05, "weights": "examples"},
+    "fedavg": {"weights": "equal"},
     # So little noise that it is of no account: it is another one where a sum differs in its last bit.
     "dp_fedavg": {"noise_multiplier": 1e-6, "clip_lr": 0.0, "clip": 0.3},
 }

@@ -21,6 +21,7 @@ from ...config import Config
 from ...errors import ConfigError, openly
 from ...events import Emit, Notice, Record, noticed
 from ...messages import summed
+from ...modes import check_dealt
 from ...store import Checkpoint, RunStore
 from ...strategies import build, corrects
 from ...training.elastic import Leave, Left
@@ -112,6 +113,7 @@ class Datacenter:
         # An interrupted round is begun again, for where it began is not checkpointed.
         self.from_the_start = self.afresh or self.correct is not None
         self.sites = sites_of(task, config, mesh.islands)
+        check_dealt(config, natural=self.islands and self.sites.natural, keys=("partition",))
         self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
         self.data = Dealt(
             everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,

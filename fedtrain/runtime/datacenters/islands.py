@@ -28,6 +28,7 @@ from ...events import Emit
 from ...messages import Metrics, SiteId, Update, averages
 from ...store.memory import SiteMemory
 from ...strategies import Strategy, server_step
+from ...strategies.base import WEIGHTS
 from ...training.collectives import everyones, firsts
 from ...training.examples import Examples
 from ...training.parallel.data import pooled
@@ -93,7 +94,10 @@ class IslandSites:
         self._engine.note_frozen()
         self._island.watch = watch
         local = self._local(round, Arena.zeros(self._update))
-        self._found = local.sent(self._strategy.train(local), self._extras)
+        own = msgspec.structs.replace(self._extras, max_weight=self._strategy.max_weight)
+        update, after = local.sent(self._strategy.train(local), own)
+        weight = WEIGHTS.get(self._strategy.weights, update.weight)
+        self._found = msgspec.structs.replace(update, weight=weight), after
 
     def exchange(self, round: int) -> Averages:
         """Sum what the islands found, and step; what their training measured. RoundError for what could not

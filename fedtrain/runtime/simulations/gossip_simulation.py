@@ -19,9 +19,11 @@ from ...events import Emit, Notice, UpdateRefused, noticed
 from ...exchange import Neighborhood, PeerId
 from ...gossip import Algorithm, Ruled, rules
 from ...messages import Update, averages, summed
+from ...modes import check_dealt
 from ...secagg.keys import KeyPair
 from ...secagg.peer_sums import PeerSums
 from ...store import AGREED, Checkpoint, RunStore
+from ...store.memory import DataNotes
 from ...store.rounds import MadeOf
 from ...topology import Topology
 from ...transport.memory import LocalNetwork
@@ -54,6 +56,7 @@ async def simulate(
         forget(config.gossip_dir)
     bench = Workbench(of_a_peer(config), data_dir, simulated=True, task=task)
     about = bench.description
+    check_dealt(config, natural=not about.pooled)
     if strangers := graph.strangers(about.sites):
         raise ConfigError(
             f"gossip.topology: {graph} names {strangers[0]}.{nearest(strangers[0], about.sites)}"
@@ -64,7 +67,8 @@ async def simulate(
         store = stack.enter_context(
             closing(RunStore(config.gossip_dir, durable=False, warn=noticed(emit), copies=True))
         )
-        journal = Journal(config, store, emit)
+        bench.notes = DataNotes(store.folder)
+        journal = Journal(config, store, DataNotes(store.folder).telling(emit))
         agreed = agreed_of_peers(config) | agreed_simulation(config)
         store.forget_if_unused()
         algorithm = as_begun(config, algorithm, graph, about.schema.numel, store.meta())

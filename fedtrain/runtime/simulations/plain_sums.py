@@ -17,7 +17,7 @@ from ...messages import Evaluation, Failure, Folded, Metrics, Reply, SiteId, Tra
 from ...store import RoundPlan
 from ..sites.gate import NOTHING
 from ..star import checks
-from ..star.answers import NOBODY, Counted, check_failures, evaluations, tell_clipped, train_requests
+from ..star.answers import NOBODY, Counted, SumCheck, check_failures, evaluations, train_requests
 from ..star.gathered import Aggregate
 from ..star.guard import norm_of, sound, usual
 from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
@@ -34,7 +34,7 @@ class FixedPointSums:
     def __init__(self, config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> None:
         check_config(config)
         self._config, self.cohort, self._emit, self._extras = config, cohort, emit, extras
-        self._policy = policy(config, "", extras)
+        self._policy, self._look = policy(config, "", extras), SumCheck(config, emit, extras)
         # Under masks no evaluation is asked for again where the others are enough.
         self._once = replace(config, strategy=replace(config.strategy, attempts=1))
 
@@ -80,7 +80,7 @@ class FixedPointSums:
         if plan.groups or config.secagg.groups == 1:
             totals, spoiled = sound(totals, weights, plan, config.limits)
             inside = sorted(site for _, sites in totals for site in sites)
-        tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total, _ in totals), self._extras)
+        self._look(plan.round + 1, [total for total, _ in totals], len(inside))
         mean = one_of_groups(config, plan, schema, [total for total, _ in totals], inside)
         mean = replace(mean, norm=usual([norm_of(mean.delta)]))
         return replace(mean, summed=[s for _, s in totals], spoiled=spoiled) if plan.groups else mean

@@ -21,10 +21,12 @@ from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
 from ...messages import SiteId
+from ...modes import check_dealt
 from ...pki.identity import LABEL
 from ...population import EACH
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
+from ...store.memory import DataNotes
 from ...strategies import beginning, build
 from ..journal import Clock, Journal, Result, no_data, some_of
 from ..sites import compressed
@@ -81,10 +83,12 @@ async def simulate(
         back=cannot_go_back if alone else None,
     )  # fmt: skip
     try:
+        notes = DataNotes(store.folder)
         async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
             about, pool.tell_lost = pool.description, lambda text: emit(Notice(text=text))
             if machines := pool.machines():
                 emit(Notice(text=f"trainers: {machines}"))
+            check_dealt(config, natural=not about.pooled)
             enough_sites(config, about.sites)
             not_too_many(config, about)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
@@ -115,7 +119,7 @@ async def simulate(
             evaluators = some_of(config, lambda number, members: about.evaluators)
             at_server = pool.at_server if server_has_data(config, about) else no_data
             clock = Clock() if config.asynchronous.enabled or config.simulate.timed else None
-            journal = Journal(config, store, emit, clock=clock)
+            journal = Journal(config, store, notes.telling(emit), clock=clock)
             cohort: Cohort = pool
             if config.privacy.noise_multiplier:
                 cohort = Spending(config, cohort, store.folder, journal.emit)
@@ -235,12 +239,12 @@ def server_has_data(config: Config, about: Description) -> bool:
 
 
 def agreed(config: Config) -> dict[str, str]:
-    """What must not change between the rounds of one simulation."""
-    return config.agreed() | {
-        f"simulate.{key}": repr(getattr(config.simulate, key))
-        for key in ("sites", "partition", "examples", "engine", "min_examples", *SITE_MODELS)
-        if key != "min_examples" or config.simulate.min_examples != SimulateConfig.min_examples
-    }
+    """What must not change between the rounds of one simulation. A command trains all sites of it."""
+    keys = [f"simulate.{key}" for key in ("sites", "partition", "examples", "engine", *SITE_MODELS)]
+    keys += ["train.command"] if config.train.command else []
+    if config.simulate.min_examples != SimulateConfig.min_examples:  # runs from before have no such key
+        keys.append("simulate.min_examples")
+    return config.agreed() | {key: repr(config.value(key)) for key in keys}
 
 
 def draw_partition(config: Config, path: Path) -> None:
@@ -251,6 +255,7 @@ def draw_partition(config: Config, path: Path) -> None:
     from ...training.task import load_task
 
     sites = SimulatedSites(load_task(config.run.task, config.root), config.simulate, config.run.seed)
+    check_dealt(config, natural=sites.natural)
     few = sites.names[:: -(-len(sites.names) // DRAWN_SITES)]
     labels = [np.asarray(labels_of(sites.data(name))) for name in few]
     ends = np.cumsum([len(of_site) for of_site in labels])

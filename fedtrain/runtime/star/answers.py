@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ... import aggregation
 from ...aggregation import Rule
@@ -37,6 +38,11 @@ from . import checks
 from .gathered import Aggregate, Gathering
 from .guard import guarded
 
+if TYPE_CHECKING:
+    from ...secagg.encoding import Total
+
+FEW_BITS, LEAST_BITS = 12, 8  # of a value under masks: with fewer there is a notice, and an error
+OWN_BOUNDS = {"fednova": "strategy.max_examples", "qfedavg": "strategy.max_loss"}  # on a site's weight
 T = TypeVar("T")
 Counted = Mapping[SiteId, int]  # site -> the last round in which an update of its is in the model
 NOBODY: Counted = {}
@@ -235,6 +241,35 @@ def tell_clipped(emit: Emit, number: int, clipped: float, extras: Extras, site: 
     own = [f"the strategy's bounds ({bounds})"] if bounds else []
     to = " or ".join(own if site and own else ["secagg.clip", *own])
     emit(Notice(text=f"round {number}: {clipped:g} values{f' of {site}' * bool(site)} were clipped to {to}"))
+
+
+class SumCheck:
+    """Looks at a round's sums under masks: at values that were clipped, and at weights so far below their
+    bound that hardly a digit of what they multiply is left."""
+
+    def __init__(self, config: Config, emit: Emit, extras: Extras) -> None:
+        self._emit, self._extras, self._told = emit, extras, False
+        self._key = OWN_BOUNDS.get(config.strategy.kind, "the strategy's max_weight")
+        self._bound = extras.max_weight or 1.0
+        if extras.max_weight is None and not config.privacy.in_sums:  # with noise in sums sites count alike
+            self._bound, self._key = config.secagg.max_examples, "secagg.max_examples"
+
+    def __call__(self, number: int, totals: Sequence[Total], sites: int) -> None:
+        """Of round `number`, the first of which is 1, with so many sites. ConfigError below LEAST_BITS."""
+        tell_clipped(self._emit, number, sum(total.clipped for total in totals), self._extras)
+        bits, usual = min(total.bits for total in totals), sum(total.weight for total in totals) / sites
+        if bits >= FEW_BITS or not 0 < usual <= self._bound / 4:  # then a lower bound would not help
+            return
+        text = (
+            f"the sites' updates weigh {usual:.3g} on average, and may weigh {self._bound:g}, so that a "
+            f"value keeps {max(int(bits), 0)} bits under masks. Lower {self._key} to what the largest site "
+            f"has (its examples, or the weights that loss() gives), at the aggregator and all sites"
+        )
+        if bits < LEAST_BITS <= bits + math.log2(self._bound / usual):
+            raise ConfigError(f"{self._key}: {text}; {LEAST_BITS} bits are the least.")
+        if not self._told:
+            self._emit(Notice(text=f"round {number}: {text}."))
+            self._told = True
 
 
 def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:

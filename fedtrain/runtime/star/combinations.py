@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...config import Config
 from ...errors import ConfigError
 from ...strategies import Strategy, corrects, extras_of, overrides, remembers
@@ -14,7 +16,15 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
     further = [each.name for each in (*extras.up, *extras.scalars)]
     if config.asynchronous.enabled:
         why = "without rounds a site trains again before it knows whether it counted"
-        check_plain(config, strategy, "asynchronous.enabled", f"{why}. Set asynchronous.enabled = false")
+        check_plain(
+            config,
+            replace(strategy, weights="auto"),
+            "asynchronous.enabled",
+            f"{why}. Set asynchronous.enabled = false",
+        )
+    if strategy.weights != "auto" and (config.privacy.in_sums or not rule_of(config).linear):
+        alike = 'privacy.where = "sum"' if config.privacy.in_sums else compares(config)
+        raise ConfigError(f"strategy.weights: {alike} counts all sites alike. Leave it out.")
     if strategy.one_by_one and (config.strategy.min_sites != 1 or config.secagg.enabled):
         raise ConfigError(
             f"strategy.kind: {kind} asks one site a round. Set strategy.min_sites = 1 and secagg.enabled = "
@@ -103,12 +113,17 @@ def check_noise(config: Config, strategy: Strategy) -> None:
     """ConfigError where something of a site's data would leave it without noise."""
     if config.privacy.noise_multiplier:
         why = "the noise is on the deltas of a plain training. Use another strategy"
-        check_plain(config, strategy, "privacy.noise_multiplier", why)
+        check_plain(config, replace(strategy, weights="auto"), "privacy.noise_multiplier", why)
 
 
 def check_command(config: Config, strategy: Strategy) -> None:
     """ConfigError for settings that a command of the site's own can't keep."""
-    check_plain(config, strategy, "train.command", "a command sends deltas alone. Use another strategy")
+    check_plain(
+        config,
+        replace(strategy, weights="auto"),
+        "train.command",
+        "a command sends deltas alone. Use another strategy",
+    )
     private = config.privacy
     refused = {
         f"strategy.kind = {config.strategy.kind} corrects each step": corrects(strategy),
@@ -135,6 +150,7 @@ def beyond(strategy: Strategy) -> list[str]:
         "trains in a way of its own": overrides(strategy, "train", "finish", "personal"),
         "sends more than weights": overrides(strategy, "down", "up", "scalars", "max_weight"),
         "asks one site a round": strategy.one_by_one,
+        "weighs its sites by strategy.weights": strategy.weights != "auto",
         "leaves tensors out of the training": bool(strategy.fixed),
     }
     return [what for what, holds in more.items() if holds]

@@ -31,7 +31,7 @@ from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
-from .answers import NOBODY, Counted, check_failures, rule_of, tell_clipped
+from .answers import NOBODY, Counted, SumCheck, check_failures, rule_of
 from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
@@ -155,6 +155,7 @@ class UnderMasks:
         check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
+        self._look = SumCheck(config, emit, extras)
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
         self._training, self._evaluation = (Settled(store, evaluation=it) for it in (False, True))
@@ -183,7 +184,7 @@ class UnderMasks:
         inside = sorted(site for _, sites in totals for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
-        tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total, _ in totals), self._extras)
+        self._look(plan.round + 1, [total for total, _ in totals], len(inside))
         mean = await asyncio.to_thread(
             one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
         )

@@ -84,8 +84,9 @@ def bounds(config: Config, extras: Extras = NO_EXTRAS) -> tuple[float, float]:
     sites count alike, and their values have room for the noise."""
     privacy = config.privacy
     if not privacy.in_sums:
-        own = extras.max_weight
-        return clip_of(config, extras), config.secagg.max_examples if own is None else own
+        # Of exact sums one unit of the ring is a power of two.
+        clip = rounded_up(config, config.secagg.clip) if extras.exact else config.secagg.clip
+        return clip, config.secagg.max_examples if extras.max_weight is None else extras.max_weight
     return privacy.clip * (1 + TAIL * privacy.noise_multiplier / math.sqrt(SITES)), 1.0
 
 
@@ -111,12 +112,6 @@ def noise_of(config: Config, schema: Schema, sites: int) -> DiscreteGaussian | N
             f"{min(64, 2 * point.ring_bits)}, or raise privacy.noise_multiplier."
         )
     return DiscreteGaussian(std, coordinates)
-
-
-def clip_of(config: Config, extras: Extras) -> float:
-    """The bound on a coordinate of (weight / its bound) * delta. Of exact sums, that makes one unit of the
-    ring a power of two."""
-    return config.secagg.clip if not extras.exact else rounded_up(config, config.secagg.clip)
 
 
 def rounded_up(config: Config, bound: float) -> float:
@@ -217,7 +212,7 @@ def value_bits_of(config: Config, extras: Extras) -> int:
 
 def round_seed(config: Config, number: int, site: SiteId) -> bytes:
     """The seed of a site's random rounding in a round, 16 bytes."""
-    return rounding_seed(config.run.name, config.run.seed, number, site)
+    return rounding_seed(config.run.seed, number, site)
 
 
 def hash_of(weights: AnyArena, parallel: Parallel = serial, frozen: str = "") -> bytes:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ...arena import Arena, Slab
 from ...config import Config
@@ -19,6 +20,7 @@ from ...messages import Metrics, SiteId, Update
 from ...store.memories import Memories, OneMemory
 from ...store.memory import NEVER, SiteMemory
 from ...strategies import Strategy, overrides
+from ...strategies.base import WEIGHTS
 from ...training.local import Engine
 from ...training.partition import CENTRAL
 from ...training.site_training import SiteTraining
@@ -42,7 +44,8 @@ class Learner:
         has_own = engine is not None and bool(engine.own.schema.tensors)
         if engine is not None and strategy.plain_sgd:
             check_optimizer(config, engine.own_optimizer([*engine.model.parameters()], 0))
-        self._config, self._strategy, self._extras = config, strategy, extras
+        self._config, self._strategy = config, strategy
+        self._extras = replace(extras, max_weight=strategy.max_weight)  # before strategy.weights
         self._encoder, self._simulated = encoder, simulated
         if engine is not None:
             self._engine = engine
@@ -133,6 +136,7 @@ class Learner:
         memory: State, after: State,
     ) -> Update:  # fmt: skip
         """The update as it leaves, with noise and compressed; what the site remembers is on the disk."""
+        update = replace(update, weight=WEIGHTS.get(self._strategy.weights, update.weight))
         if self._config.privacy.noise_multiplier:
             update = noised(self._config, update, site, round, weights, self._simulated)
         if self._encoder is not None:

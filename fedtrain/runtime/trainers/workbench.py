@@ -19,7 +19,7 @@ from ...config import Config
 from ...errors import BadUpdate, ConfigError, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
-from ...store.memory import NEVER
+from ...store.memory import NEVER, DataNotes
 from ..journal import Averages
 from ..own_code import source_digest
 from ..simulations.shared_memory import Mapped
@@ -69,6 +69,7 @@ class Workbench:
         self._task = task or load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
+        self.notes = DataNotes(config.simulate_dir)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         strategy.check(config.train)
         check_noise(config, strategy)
@@ -299,10 +300,17 @@ class Workbench:
         return loaded
 
     def _call_task(self, what: str, site: SiteId) -> Any:
+        from ...training.examples import data_digest
         from ...training.task import user_code
 
-        if self._simulated is not None and (what == "data" or self.description.pooled):
-            return self._simulated.data(site) if what == "data" else self._simulated.eval_set(site)
+        pooled = self._simulated is not None and not self._simulated.natural
+        if self._simulated is not None and (what == "data" or pooled):
+            if what != "data":
+                return self._simulated.eval_set(site)
+            loaded = self._simulated.data(site)
+            whose, of = ("the pool", self._simulated.pool) if pooled else (site, loaded)
+            self.notes.note(whose, partial(data_digest, of))
+            return loaded
         with user_code(self._folder, f"{what}({site!r})"):
             return self._task.data(site) if what == "data" else self._task.eval_data(site)
 
