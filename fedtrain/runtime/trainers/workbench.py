@@ -300,12 +300,11 @@ class Workbench:
         return loaded
 
     def _call_task(self, what: str, site: SiteId) -> Any:
-        from ...training.task import user_code
+        from ...training.partition import read
 
         if self._simulated is not None and (what == "data" or self.description.pooled):
             return self._simulated.data(site) if what == "data" else self._simulated.eval_set(site)
-        with user_code(self._folder, f"{what}({site!r})"):
-            return self._task.data(site) if what == "data" else self._task.eval_data(site)
+        return read(self._task, what, site, self._config.run.seed)
 
     def _at(self, place: msg.ModelFile) -> Arena:
         """Global weights, looked at where they lie; writing to them would not reach the file."""
