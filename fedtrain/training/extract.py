@@ -1,11 +1,10 @@
 """Classes of a script's or notebook's `__main__` as a module of their own, which other processes can import.
 
-The module holds what the classes use and nothing else. A function or class is there as its source, from the
-cell or file of its own code; a module as an import; any other value as it is now, never as the call that made
-it: a literal, or calls that build an equal object (copyreg's protocol). Long bytes, those of arrays for
-example, lie beside the module in files named by their SHA-256, which stands in the module: so the digest of
-the module's source, which is the task's, covers all values. The module lies in `__fedtrain__/` beside the
-script, or in the notebook's working folder.
+A function or class is there as its source, from the cell or file of its own code; a module as an import; any
+other value as it is now, never as the call that made it: a literal, or calls that build an equal object
+(copyreg's protocol). Long bytes, of arrays for example, lie beside the module in files named by their SHA-256,
+so that the digest of the module's source, which is the task's, covers all values. The module lies in
+`__fedtrain__/` beside the script, or in the notebook's working folder.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
-from math import isfinite
 from pathlib import Path
 from types import CodeType, EllipsisType, FunctionType, ModuleType, NoneType
 from typing import Any
@@ -40,10 +38,6 @@ LONG = 4096  # bytes, or items of a list: more lie in a file
 CELL = re.compile(r"ipykernel_|<ipython-input-")  # in the name that IPython gives to the source of a cell
 DRAWN_FROM = re.compile(r"numpy\.random\..+|random\.\w*Random|torch\._C\.Generator")  # types
 FUTURE = __future__.annotations.compiler_flag
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-MAIN = ("__main__", "__mp_main__")
-OF_METACLASSES = ("_abc_impl", "_backward_cls")  # attributes
-REBUILD = vars(copy)["_reconstruct"]  # what copy() itself does with the parts that copyreg's protocol names
 
 
 class Unsendable(Exception):
@@ -89,11 +83,10 @@ def check_sendable(task: Task, lacks: Mapping[str, str]) -> None:
     else:
         args, kwargs = task._arguments
         made = vars(type(task)(*args, **kwargs))
-        for name, value in vars(task).items():
-            if name == "data_dir":  # other processes are sent it by itself
-                continue
-            if name not in made or described(value) != described(made[name]):
-                why = f"its {name} was set after it was made, or is another one each time that it is made"
+        mine = {name: value for name, value in vars(task).items() if name != "data_dir"}  # sent by itself
+        other = [n for n, value in mine.items() if n not in made or described(value) != described(made[n])]
+        if other:
+            why = f"its {other[0]} was set after it was made, or is another one each time that it is made"
     if why:
         raise ConfigError(
             f"{type(task).__name__}: worker processes can't make it: {why}. Make that in its __init__(), "
@@ -170,10 +163,8 @@ class Extraction:
         if id(value) not in self._made:
             self._alive.append(value)
             own = value.__name__ if isinstance(value, type | FunctionType) else ""
-            if self._main.get(own, self) is value:
-                name = own
-                self._done.add(name)
-            name = name or f"_held_{len(self._alive)}"
+            name = own if self._main.get(own, self) is value else name or f"_held_{len(self._alive)}"
+            self._done.add(name)
             self._made[id(value)] = ""
             self._make(value, name)
             self._made[id(value)] = name
@@ -215,8 +206,8 @@ class Extraction:
 
     def _own(self, value: Any) -> bool:
         """Whether this is a function that the script or notebook has as source, unlike a dataclass's."""
-        function = isinstance(value, FunctionType) and value.__globals__ is self._main
-        return function and value.__code__.co_filename != "<string>"
+        own = isinstance(value, FunctionType) and value.__globals__ is self._main
+        return own and value.__code__.co_filename != "<string>"
 
     def _function_in(self, value: Any) -> Any:
         """The first function of `__main__` in a method, a property or a decorated function; None without."""
@@ -325,7 +316,7 @@ class Extraction:
                 nested = dict[str, Any]()
                 self._attributes(value, part, file, nested)
                 later |= {f"{key}.{name}": each for name, each in nested.items()}
-            elif (not key.startswith("__") or function) and key not in OF_METACLASSES:
+            elif (not key.startswith("__") or function) and key not in ("_abc_impl", "_backward_cls"):
                 later[key] = value
 
     # --- values, as they are now
@@ -371,7 +362,7 @@ class Extraction:
             raise Unsendable(value)
         rest[1:] = [each and [*each] for each in rest[1:]]
         given = ", ".join(map(self.value, (make, args, *rest)))
-        return f"{name} = {self.value(REBUILD)}(None, None, {given})"
+        return f"{name} = {self.value(vars(copy)['_reconstruct'])}(None, None, {given})"
 
 
 def kept(module: str, digest: str) -> bytes:
@@ -396,7 +387,7 @@ def imported(name: str, value: Any, there: str = "") -> str:
         getattr(value, "__module__", None),
         *sorted(sys.modules, key=lambda m: (m.count("."), m)),
     ]
-    for module in filter(set(sys.modules).difference(MAIN).__contains__, known):
+    for module in filter(set(sys.modules).difference(["__main__", "__mp_main__"]).__contains__, known):
         if getattr(sys.modules[module], "__dict__", {}).get(there) is value:
             return f"from {module} import {there} as {name}"
     return ""
@@ -410,7 +401,7 @@ def plain(value: Any) -> bool:
     if kind is dict:
         return all(map(plain, value.items()))
     return kind in ATOMS and not (
-        (kind is bytes and len(value) > LONG) or (kind is float and not isfinite(value))
+        (kind is bytes and len(value) > LONG) or (kind is float and value - value != 0)
     )
 
 
@@ -424,10 +415,9 @@ def says(node: ast.expr, value: Any) -> bool:
 
 def at(tree: ast.AST, code: CodeType) -> list[Any]:
     """The functions in a syntax tree that begin in the line of a code object and have its name."""
-    found = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    found = [node for node in found if getattr(node, "name", "<lambda>") == code.co_name]
-    lines = [min(each.lineno for each in (n, *getattr(n, "decorator_list", ()))) for n in found]
-    return [node for node, line in zip(found, lines, strict=True) if line == code.co_firstlineno]
+    nodes: list[Any] = [n for n in ast.walk(tree) if getattr(n, "name", "<lambda>") == code.co_name]
+    nodes = [n for n in nodes if hasattr(n, "args") and hasattr(n, "body")]
+    return [n for n in nodes if (*getattr(n, "decorator_list", ()), n)[0].lineno == code.co_firstlineno]
 
 
 @lru_cache(maxsize=4)

@@ -54,7 +54,7 @@ class Workbench:
         from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine
         from ...training.partition import CENTRAL, SimulatedSites
-        from ...training.task import derives, folder_of, load_task
+        from ...training.task import derives, load_task
         from ...training.tensors import model_tensors
         from ..star.combinations import check_command, check_noise
         from .folding import Folding
@@ -65,7 +65,6 @@ class Workbench:
         digest = source_digest(config)  # before a line of it runs
         self._config = config
         self._task = task or load_task(config.run.task, config.root, data_dir)
-        self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         strategy.check(config.train)
