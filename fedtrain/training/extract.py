@@ -2,9 +2,8 @@
 
 A function or class is there as its source, from the cell or file of its own code; a module as an import; any
 other value as it is now, never as the call that made it: a literal, or calls that build an equal object
-(copyreg's protocol). Long bytes, of arrays for example, lie beside the module in files named by their SHA-256,
-so that the digest of the module's source, which is the task's, covers all values. The module lies in
-`__fedtrain__/` beside the script, or in the notebook's working folder.
+(copyreg's protocol). Long bytes, as of arrays, lie beside the module in files named by their SHA-256, so that
+the digest of the module's source covers all values. The module lies in `__fedtrain__/` beside the script.
 """
 
 from __future__ import annotations
@@ -202,8 +201,6 @@ class Extraction:
             self.add(other)
         self.statements.append(text)
 
-    # --- functions and classes, as their source has them
-
     def _own(self, value: Any) -> bool:
         """Whether this is a function that the script or notebook has as source, unlike a dataclass's."""
         own = isinstance(value, FunctionType) and value.__globals__ is self._main
@@ -250,8 +247,7 @@ class Extraction:
 
     def _defaults(self, function: FunctionType, node: Any) -> None:
         """Put the values that a function's defaults have into its syntax, but for literals of these."""
-        keywords = function.__kwdefaults__ or {}
-        by_name = [keywords.get(each.arg) for each in node.args.kwonlyargs]
+        by_name = [(function.__kwdefaults__ or {}).get(each.arg) for each in node.args.kwonlyargs]
         of = (node.args.defaults, function.__defaults__ or ()), (node.args.kw_defaults, by_name)
         for nodes, values in of:
             for i, (default, value) in enumerate(zip(nodes, values, strict=True)):
@@ -264,10 +260,10 @@ class Extraction:
         if self._main.get(name) is not cls:
             raise Unsendable(cls, f"that is not the {name} of now: run the cell again that uses it")
         node, file = self._class_syntax(cls)
-        for base in node.bases:
-            now = self._main.get(base.id) if isinstance(base, ast.Name) else None
-            if now is not None and now not in (*cls.__bases__, *getattr(cls, "__orig_bases__", ())):
-                raise Unsendable(cls, f"of a {base.id} that is not the one of now: run its cell again")
+        bases = (*cls.__bases__, *getattr(cls, "__orig_bases__", ()))
+        for base in {n.id for n in node.bases if isinstance(n, ast.Name)} & self._main.keys():
+            if self._main[base] not in bases:
+                raise Unsendable(cls, f"of a {base} that is not the one of now: run its cell again")
         if not issubclass(cls, Enum | tuple):  # these make their attributes themselves
             self._attributes(cls, node, file, later)
         self._define(ast.unparse(node))
@@ -318,8 +314,6 @@ class Extraction:
                 later |= {f"{key}.{name}": each for name, each in nested.items()}
             elif (not key.startswith("__") or function) and key not in ("_abc_impl", "_backward_cls"):
                 later[key] = value
-
-    # --- values, as they are now
 
     def _literal(self, value: Any) -> str:
         """A constant or a container: a literal where it is short and plain."""
