@@ -416,8 +416,10 @@ def at(tree: ast.AST, code: CodeType) -> list[Any]:
 
 @lru_cache(maxsize=4)
 def compiled(text: str, flags: int) -> list[CodeType]:
-    """All code objects of a file or cell."""
-    codes = [compile(text, "", "exec", flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)]
+    """All code objects of a file; and of a cell, whose statements are compiled one by one."""
+    flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    modules = [ast.Module([each], []) for each in parsed(text).body]
+    codes = [compile(each, "", "exec", flags, dont_inherit=True) for each in (parsed(text), *modules)]
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return codes

@@ -1,5 +1,6 @@
 """Globals of a notebook or script reach worker processes as they are, or are refused by name."""
 
+import ast
 import json
 import linecache
 import os
@@ -57,7 +58,8 @@ class Kernel:
         for text in cells:
             file = f"/tmp/ipykernel_1/{abs(hash(text))}.py"
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-            exec(compile(text, file, "exec"), vars(self.module))  # a cell of this test
+            for statement in ast.parse(text).body:  # as IPython does
+                exec(compile(ast.Module([statement], []), file, "exec"), vars(self.module))
 
     def remade(self, name="Table"):
         """(the task here, the task as a worker process imports it, the name of the module)."""
@@ -126,6 +128,7 @@ SENT = {
          "q += [torch.float64, np.float32(2)]"],
         "q",
     ),
+    "a function that uses an import of its cell": (["import math\ndef f(): return math.sqrt(2)"], "f()"),
     "one object of two names": (["a = np.ones(2)\nb = [a]"], "a is b[0]"),
     "a name of Python's own": (["max = 3"], "max"),
 }  # fmt: skip
