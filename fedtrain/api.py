@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import modes, training
 from .config import Config, one_of
-from .errors import ConfigError, FedtrainError, openly
+from .errors import ConfigError, FedtrainError, StoreError, openly
 from .events import Emit, Event, silent
 from .results import Run
 from .tracking import EventLog
@@ -41,6 +42,10 @@ Project = Config | Task | type[Task] | Path | str
 Source = Run | Path | str  # a run, its folder or its name in the project; or what `fedtrain export` wrote
 Settings = Mapping[str, Any]
 Round = int | Literal["best"] | None  # of a run; None: the last
+# Of a run that goes on; but for the name of its module, which has a digest, all is as it was.
+CLASS_CHANGED = re.compile(
+    r"(?:run\.task|strategy\.kind) was '__fedtrain__\.\w+:((\w+).*?)', is '__fedtrain__\.\w+:\1'"
+)
 NONE: Settings = MappingProxyType({})
 
 
@@ -70,7 +75,11 @@ def simulate(
         )
 
     with generators_kept(), _screen(progress) as show:
-        return _in_a_thread(work, show)
+        try:
+            return _in_a_thread(work, show)
+        except StoreError as e:
+            text = re.sub(r"(\(a simulation\) )?start it with --fresh", "pass fresh=True", str(e))
+            raise type(e)(CLASS_CHANGED.sub(r"your class \2, or what it uses, has changed", text)) from None
 
 
 async def simulation(
@@ -284,20 +293,15 @@ def resolved(project: Project, settings: Settings = NONE, mode: str = "") -> tup
     reads, or that this mode would ignore. A Config is taken as it is: it was checked before."""
     if isinstance(project, Config):
         return project, None
-    settings, kind, here = dict(settings), settings.get("strategy.kind"), Path.cwd()
-    strategies, task = [kind] if isinstance(kind, type) else [], None
+    settings, here, task = dict(settings), Path.cwd(), None
     if isinstance(project, Path | str):
         file = Path(project) / "fedtrain.toml" if Path(project).is_dir() else Path(project)
-        if strategies:
-            settings["strategy.kind"] = named(strategies, file.resolve().parent)[1][0]
-        config = Config.load(file, settings=settings)
+        config = Config.load(file, settings=_strategy_named(settings, file.resolve().parent))
     else:
         task = project() if isinstance(project, type) else project
-        root, names, lacks = named([type(task), *strategies])
-        if strategies:
-            settings["strategy.kind"] = names[1]
-        own = {"run.task": names[0] + (arguments_of(task) or ""), "run.name": type(task).__name__.lower()}
-        config = Config.load(None, settings=own | settings, root=root)
+        root, name, lacks = named(type(task))
+        own = {"run.task": name + (arguments_of(task) or ""), "run.name": type(task).__name__.lower()}
+        config = Config.load(None, settings=own | _strategy_named(settings, root), root=root)
         run, network = config.run, config.network
         run, network = (
             replace(run, dir=str(here / run.dir)),
@@ -309,6 +313,16 @@ def resolved(project: Project, settings: Settings = NONE, mode: str = "") -> tup
     if mode:
         modes.check(config, mode)
     return config, task
+
+
+def _strategy_named(settings: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Settings with "module:Class" where they have a strategy's class. ConfigError where it can't be imported
+    from `root`."""
+    if isinstance(kind := settings.get("strategy.kind"), type):
+        _, settings["strategy.kind"], lacks = named(kind, root)
+        for name, what in lacks.items():
+            raise ConfigError(f"{kind.__name__} uses {name}, {what}. Make it in the class's __init__().")
+    return settings
 
 
 def source_of(config: Config, source: Source) -> Path:

@@ -183,7 +183,7 @@ def test_peers_are_simulated_too(project):
         ({"runn.rounds": 3}, r"runn: unknown section. Did you mean run\?"),
         ({"rounds": 3}, "name a key as section.key"),
         ({"run.rounds": 0}, "run.rounds: 0 must be 1 or more"),
-        ({"run.rounds": "many"}, "run.rounds = 'many'"),
+        ({"run.rounds": "many"}, "run.rounds must be a whole number, got 'many'"),
         ({"network.idle": 3}, r"network.idle = 3.* \(in settings\): simulate does not read it"),
         ({"strategy.kind": "fedadm"}, "Did you mean 'fedadam'"),
     ],

@@ -25,8 +25,8 @@ from ..schema import Schema, unique_tensors
 from ..tracking.export import EvaluationReport, completed, filled, keep_evaluated, model_of
 from ..training.building import build_model
 from ..training.local import Engine
-from ..training.partition import SimulatedSites
-from ..training.task import Task, folder_of, shown, test_split, user_code
+from ..training.partition import SimulatedSites, read
+from ..training.task import Task, shown, test_split
 from .personal import OwnModels, only_the_newest, personal, simulated
 from .sites.start import task_for
 from .trained import as_trained
@@ -95,8 +95,7 @@ def test_sets(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, A
     if site is None:
         sites = SimulatedSites(task, config.simulate, config.run.seed, finished=True)
         return sites.eval_data(drawn(config, sites.names) if sites.natural else None)
-    with user_code(folder_of(task), f"test_data({site!r})"):
-        return {site: task.test_data(site)}
+    return {site: read(task, test_split(task), site, config.run.seed)}
 
 
 def drawn(config: Config, names: Sequence[SiteId]) -> Sequence[SiteId]:

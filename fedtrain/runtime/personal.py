@@ -24,9 +24,9 @@ from ..store.memories import Memories, OneMemory
 from ..store.memory import NEVER, SiteMemory
 from ..tracking.export import write
 from ..training.local import Engine
-from ..training.partition import SimulatedSites
+from ..training.partition import SimulatedSites, read
 from ..training.site_training import SiteTraining
-from ..training.task import Task, folder_of, user_code
+from ..training.task import Task
 from .sites.start import task_for
 from .trained import as_trained
 
@@ -136,8 +136,7 @@ def _data(config: Config, source: Path, task: Task, site: SiteId, islands: int) 
         dealt = replace(dealt, sites=islands)
     if simulated(source) or in_a_datacenter:
         return SimulatedSites(task, dealt, config.run.seed).data(site)
-    with user_code(folder_of(task), f"data({site!r})"):
-        return task.data(site)
+    return read(task, "data", site, config.run.seed)
 
 
 def _memory(source: Path, site: SiteId) -> SiteMemory | OneMemory:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError, TaskError, TooFewSites
@@ -21,8 +20,8 @@ from ..statistics.report import Statistics, report
 from ..statistics.survey import ALL, alike, surveys
 from ..store.disk import private_folder
 from ..training.columns import ColumnSource
-from ..training.partition import SimulatedSites
-from ..training.task import Task, folder_of, user_code
+from ..training.partition import SimulatedSites, read
+from ..training.task import Task
 from .sites.start import task_for
 from .star.statistics import write
 from .trainers.counting import tally
@@ -71,11 +70,7 @@ def stats(
 def _sources(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, ColumnSource]:
     """Each site's columns. The data of a site is loaded once."""
     if site is not None:
-
-        def data() -> Any:
-            with user_code(folder_of(task), f"data({site!r})"):
-                return task.data(site)
-
+        data = partial(read, task, "data", site, config.run.seed)
         return {site: ColumnSource.at(task, site, cache(data))}
     simulated = SimulatedSites(task, config.simulate, config.run.seed)
     check_dealt(config, natural=simulated.natural)

@@ -46,14 +46,23 @@ class Notebook(Screen):
     def _repr_html_(self) -> str:
         return picture(self._board)
 
+    def __repr__(self) -> str:
+        return f"{self._board.run} {progress(self._board)}".strip()
+
+
+def progress(board: Board) -> str:
+    """How far a run is, and its newest metrics, as one line."""
+    if not board.run:
+        return "starting"
+    numbers = "".join(f" · {name} {number(board.metrics[name])}" for name in averaged(board.metrics))
+    return f"{board.noun} {board.round} of {board.rounds}{numbers}{' · finished' if board.finished else ''}"
+
 
 def picture(board: Board) -> str:
     """HTML: how far a run is, and how its metrics went."""
     if not board.run:
         return "<p>starting</p>"
     names = averaged(board.metrics)
-    numbers = "".join(f" · {escape(name)} {number(board.metrics[name])}" for name in names)
-    state = " · finished" if board.finished else ""
     rounds = [row for row in board.history.values() if row.metrics]
     curves = "".join(
         curve(name, [(row.round, value) for row in rounds if (value := row.metrics.get(name)) is not None])
@@ -61,7 +70,7 @@ def picture(board: Board) -> str:
     )
     return (
         f"<p><b>{escape(board.run)}</b> <progress value='{board.round}' max='{board.rounds}'></progress> "
-        f"{board.noun} {board.round} of {board.rounds}{numbers}{state}</p>{curves}"
+        f"{escape(progress(board))}</p>{curves}"
     )
 
 

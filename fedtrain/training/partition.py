@@ -241,8 +241,7 @@ class SimulatedSites:
     def data(self, site: str) -> Any:
         """The site's training examples."""
         if self.natural:
-            with user_code(folder_of(self.task), f"data({site!r})"):
-                return self.task.data(site)
+            return read(self.task, "data", site, self.seed)
         from .examples import Stream, examples_of, subset
 
         if not self.simulate.examples and isinstance(examples_of(self.pool), Stream):
@@ -255,8 +254,7 @@ class SimulatedSites:
         if not self.natural and self.split == "data":
             return {CENTRAL: self.pool}
         sites = (self.names if some is None else some) if self.natural else self.names[:1]
-        with user_code(folder_of(self.task), f"{self.split}()"):
-            found = {site: getattr(self.task, self.split)(site) for site in sites}
+        found = {site: read(self.task, self.split, site, self.seed) for site in sites}
         return found if self.natural else {CENTRAL: found[sites[0]]}
 
     def eval_set(self, site: str) -> Any:
@@ -343,14 +341,26 @@ class SimulatedSites:
         """All examples of a task without natural sites."""
         from .examples import Stream, as_tensors, examples_of
 
-        with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
-            found, _ = as_tensors(self.task.data(self.names[0]))
+        found, _ = as_tensors(read(self.task, "data", self.names[0], self.seed))
         if len(self.names) > 1 and isinstance(examples_of(found), Stream):
             raise TaskError(
                 f"data() gives batches or a stream ({type(found).__name__}), which can't be dealt to "
                 f"{len(self.names)} sites. Return a Dataset or tensors, or name the sites in sites()."
             )
         return found
+
+
+def read(task: Task, split: str, site: str, run_seed: int) -> Any:
+    """What data(), eval_data() or test_data() gives for a site. What it draws from the generators of torch,
+    numpy or Python depends on the run's seed, the method and the site, and not on what was read before."""
+    import torch
+
+    from .devices import seed_all
+
+    inherited = split == "eval_data" and type(task).eval_data is Task.eval_data
+    seed_all(seed_of(run_seed, "data" if inherited else split, site), torch.device("cpu"))
+    with user_code(folder_of(task), f"{split}({site!r})"):
+        return getattr(task, split)(site)
 
 
 def draw(labels: Any, parts: Mapping[str, Indices], path: Path, of: int = 0) -> None:

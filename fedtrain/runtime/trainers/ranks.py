@@ -40,7 +40,8 @@ from ...training.mesh import Mesh, Sizes
 from ...training.parallel.alike import check
 from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
-from ...training.task import Task, collate_of, folder_of, load_task, user_code
+from ...training.partition import read
+from ...training.task import Task, collate_of, load_task
 from ..processes import signalled_when_parent_ends
 from ..rank_store import RankStore
 from ..star.combinations import check_plain
@@ -307,13 +308,7 @@ def main() -> None:
 def work(start: RankStart) -> None:
     config = Config.of(start.config, start.root)
     task = load_task(config.run.task, config.root, Path(start.data_dir) if start.data_dir else None)
-    folder = folder_of(task)
-
-    @functools.cache
-    def fetch(what: str, site: SiteId) -> Any:
-        with user_code(folder, f"{what}({site!r})"):
-            return task.data(site) if what == "data" else task.eval_data(site)
-
+    fetch = functools.cache(functools.partial(read, task, run_seed=config.run.seed))
     here = "127.0.0.1", start.port
     store = RankStore.joined(start.secret, lambda: here, config.parallel.timeout)
     RankGroup(config, task, fetch, start.rank, store).follow()

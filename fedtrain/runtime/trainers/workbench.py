@@ -56,7 +56,7 @@ class Workbench:
         from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine
         from ...training.partition import CENTRAL, SimulatedSites
-        from ...training.task import derives, folder_of, load_task
+        from ...training.task import derives, load_task
         from ...training.tensors import model_tensors
         from ..star.combinations import check_command, check_noise
         from .folding import Folding
@@ -67,7 +67,6 @@ class Workbench:
         digest = source_digest(config)  # before a line of it runs
         self._config = config
         self._task = task or load_task(config.run.task, config.root, data_dir)
-        self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         self.notes = DataNotes(config.simulate_dir)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
@@ -301,7 +300,7 @@ class Workbench:
 
     def _call_task(self, what: str, site: SiteId) -> Any:
         from ...training.examples import data_digest
-        from ...training.task import user_code
+        from ...training.partition import read
 
         pooled = self._simulated is not None and not self._simulated.natural
         if self._simulated is not None and (what == "data" or pooled):
@@ -311,8 +310,7 @@ class Workbench:
             whose, of = ("the pool", self._simulated.pool) if pooled else (site, loaded)
             self.notes.note(whose, partial(data_digest, of))
             return loaded
-        with user_code(self._folder, f"{what}({site!r})"):
-            return self._task.data(site) if what == "data" else self._task.eval_data(site)
+        return read(self._task, what, site, self._config.run.seed)
 
     def _at(self, place: msg.ModelFile) -> Arena:
         """Global weights, looked at where they lie; writing to them would not reach the file."""
