@@ -149,6 +149,8 @@ class TorchOptimizer:
         self.inner, self._factor = inner, 1.0
         self._rates = [group["lr"] for group in inner.param_groups]
         self._asks = here and getattr(inner, "_step_supports_amp_scaling", False)  # torch's fused ones
+        # torch's fused SGD takes the momentum of all parameters that it steps, or of none.
+        self._lacks = any(group.get("fused") for group in inner.param_groups)
         self._begun = False  # leaving out a first step, torch's SGD would keep unwritten memory as momentum
 
     @property
@@ -161,10 +163,13 @@ class TorchOptimizer:
         gradients: list[torch.Tensor],
         factor: float,
         taken: bool | torch.Tensor = True,
-        unreached: object = (),
+        unreached: Sequence[Coordinates] = (),
     ) -> None:
         """`taken`: where it is a scalar on the device, the kernels look whether to change anything. It steps
         no parameter whose .grad is None: the `unreached` ones."""
+        if self._lacks and unreached:
+            self._lacks = False
+            make_slots(self.inner)
         if factor != self._factor:
             self._factor = factor
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
@@ -176,6 +181,33 @@ class TorchOptimizer:
 
 
 Optimizer = FlatOptimizer | TorchOptimizer  # a round long, or a run
+
+
+def make_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Have it make what it keeps of parameters that it never stepped, as 0: by a step that moves nothing."""
+    optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO-1
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not (parameters := [p for p in every if not optimizer.state.get(p)]):
+        return
+    lent, rates = [p.grad for p in every], [g["lr"] for g in optimizer.param_groups]
+    before = [p.detach().clone() for p in parameters]
+    for p in every:
+        p.grad = None
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    with torch.no_grad():
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+            for slot in optimizer.state[p].values():
+                if isinstance(slot, torch.Tensor):
+                    slot.zero_()
+    for p, gradient in zip(every, lent, strict=True):
+        p.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def of_parameters(

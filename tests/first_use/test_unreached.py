@@ -2,6 +2,7 @@
 against a loop of plain torch in float64."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -11,9 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedtrain
 from fedtrain import Arena, Task
-from fedtrain.config import TrainConfig
+from fedtrain.config import Config, TrainConfig
 from fedtrain.training.local import Engine
+from fedtrain.training.mesh import Mesh, Sizes
+from fedtrain.training.parallel import shared_mean
+from fedtrain.training.parallel.data import Dealt
+from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.stacked import Stacked
+from tests.worlds import world
 
 BATCH = 10
 SITES = ("a", "b", "c")
@@ -84,7 +90,24 @@ class PartialLabels(Heads):
         return total
 
 
-TASKS = [Heads, Unused, MissingModality, PartialLabels]
+class EachItsHead(Heads):
+    """Each example has a head. The last batch is one example, so that of two ranks one has none there."""
+
+    def data(self, site):
+        return DataLoader(TensorDataset(*table(site, 41)), batch_size=BATCH)
+
+    def loss(self, model, batch):
+        x, y, number = batch
+        body, total = torch.tanh(model["body"](x)), 0.0
+        which = torch.where(number == 1, y, (number > 3).long())  # in the second batch it is the label
+        for i, head in enumerate(("first", "second")):
+            if (which == i).any():
+                found = model[head](body[which == i])
+                total = total + F.cross_entropy(found, y[which == i], reduction="sum")
+        return total, len(y)
+
+
+TASKS = [Heads, Unused, MissingModality, PartialLabels, EachItsHead]
 OPTIMIZERS = {
     "sgd": ({}, lambda p: torch.optim.SGD(p, 0.1)),
     "momentum": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, 0.9)),
@@ -118,7 +141,9 @@ def plain(task, model, batches, make, *, accumulate=1, clip=0.0, mu=0.0, epochs=
             optimizer.zero_grad()
             group = batches[at : at + accumulate]
             for batch in group:
-                (task.loss(model, batch) / len(group)).backward()
+                loss = task.loss(model, batch)
+                loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+                (loss / len(group)).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             for p, first in zip(model.parameters(), start, strict=True):
@@ -329,3 +354,62 @@ def test_fedrep_trains_head_and_body_apart_by_the_tasks_own_optimizer(tmp_path, 
     right = ours.model(site="a").state_dict()
     for key, value in theirs.model(site="a").state_dict().items():
         torch.testing.assert_close(value, right[key], rtol=0, atol=1e-12)
+
+
+# --- Ranks
+
+
+class OfEachHead(EachItsHead):
+    def optimizer(self, parameters):
+        return torch.optim.Adam(parameters, 0.1)
+
+
+RANKS = {  # task, [train], [parallel]
+    "momentum": (EachItsHead, OPTIMIZERS["both"][0], {}),
+    "accumulated": (EachItsHead, OPTIMIZERS["adamw"][0] | {"accumulate": 2}, {}),
+    "own": (OfEachHead, {}, {}),
+    "unused": (Unused, OPTIMIZERS["adam"][0], {}),
+    "ddp": (EachItsHead, OPTIMIZERS["both"][0] | {"accumulate": 2}, {"find_unused": True}),
+    "ddp-adamw": (Unused, OPTIMIZERS["adamw"][0], {"find_unused": True}),
+    "zero-1": (EachItsHead, OPTIMIZERS["both"][0], {"zero": 1}),
+    "zero-1-adam": (EachItsHead, OPTIMIZERS["adam"][0], {"zero": 1}),
+    "zero-2": (EachItsHead, OPTIMIZERS["both"][0], {"zero": 2}),
+    "zero-2-accumulated": (EachItsHead, OPTIMIZERS["adamw"][0] | {"accumulate": 2}, {"zero": 2}),
+    "zero-3": (EachItsHead, OPTIMIZERS["adamw"][0] | {"clip_norm": 0.1}, {"zero": 3}),
+    "zero-3-unused": (Unused, OPTIMIZERS["both"][0], {"zero": 3}),
+    "zero-3-own": (OfEachHead, {}, {"zero": 3}),
+}
+
+
+def on_ranks(rank, ranks, folder):
+    """Rank 0 writes down how far each case is from the same training in one process."""
+    apart = {}
+    for name, (kind, train, parallel) in RANKS.items():
+        table = {"lr": 0.1, "batch_size": BATCH, "local_epochs": 2, **train}
+        parallel = {"dp": ranks, **parallel}
+        config = Config.of({"run": {"seed": 1}, "train": table, "parallel": parallel}, folder)
+        task, mesh = kind(), Mesh(Sizes.of(config.parallel, ranks), torch.device("cpu"))
+        alone = Engine(task, config.train, 1, proximal)
+        weights, opened = alone.initial(), shared_mean.opened
+        update = alone.train("a", task.data("a"), 0, weights, Arena.zeros(alone.schema))
+        if name.startswith("ddp"):
+            shared_mean.opened = lambda *_: None
+        engine = MeshEngine(task, config, mesh, correct=proximal)
+        shared_mean.opened = opened
+        assert (engine.shared_mean is None) == (name.startswith(("ddp", "zero-2", "zero-3")) or ranks == 1)
+        engine.install(weights if rank == 0 else None)
+        engine.train(Dealt(task.data("a"), config.train, 1, "a", rank, ranks), 0, 1)
+        if (gathered := engine.gather()) is not None:
+            moved = {n: view - weights.views()[n] for n, view in gathered.views().items()}
+            apart[name] = {n: float((d - update.delta.views()[n]).abs().max()) for n, d in moved.items()}
+    if rank == 0:
+        (folder / "apart.json").write_text(json.dumps(apart))
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_leave_alone_what_none_of_them_reached(ranks, tmp_path):
+    world(ranks, on_ranks, tmp_path)
+    apart = json.loads((tmp_path / "apart.json").read_text())
+    assert {name: max(far.values()) for name, far in apart.items() if max(far.values()) > 1e-12} == {}
+    assert apart.keys() == RANKS.keys()

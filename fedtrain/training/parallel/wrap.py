@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
 from ..batches import Batch
-from ..mesh import Mesh
+from ..mesh import Mesh, is_dtensor
 from ..precision import NARROW
 from ..task import Task
 from .families import unknown
@@ -286,6 +287,78 @@ def with_unused(root: nn.Module) -> None:
     """Have ranks exchange gradients of the same parameters in each step, whichever their losses asked for."""
     if is_fsdp(root):
         root.set_reduce_scatter_unused_params(True)
+
+
+class ReachedParameters:
+    """Which parameters a step gives a gradient, on this rank and on any: the others are not stepped."""
+
+    def __init__(
+        self, roots: Sequence[nn.Module], trained: Sequence[nn.Parameter], config: ParallelConfig, mesh: Mesh
+    ) -> None:
+        """`roots`: see data_parallel. `trained`: the parameters that this rank has, or its shards of them."""
+        self.here: set[nn.Parameter] = set()  # those that a gradient arrived at, on this rank
+        self.counts = True  # whether a gradient does: a rank without examples only computes along
+        self._group, self._device = mesh.group(mesh.averaging_axes), mesh.device
+        self._names: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self._first: dict[object, Any] = {}  # hooks for the first forward pass, which makes whole tensors
+        self._sent: dist.Work | None = None
+        # One that computes gradients in halves adds them by itself.
+        self._hooked = not (config.pp > 1 and config.schedule in HALVES)
+        modules = {each for root in roots for each in root.modules()}
+        self._hooked &= self._group is not None or any(map(is_fsdp, modules))
+        for module in modules if self._hooked else ():
+            own = ((name, p) for name, p in module._parameters.items() if p is not None and p.requires_grad)
+            self._names |= {(module, name): p for name, p in own}
+            if is_fsdp(module):
+                self._first[module] = cast(nn.Module, module).register_forward_pre_hook(self._watch)
+        if self._hooked and not self._first:
+            for p in trained:
+                self._note(p, p)
+
+    def _watch(self, module: nn.Module, _: object) -> None:
+        """Gradients arrive at a module's whole tensors, which are there from its first forward pass on."""
+        self._first.pop(module).remove()
+        for (owner, name), shard in [*self._names.items()]:
+            whole = owner._parameters[name]
+            if whole is not None and whole is not shard:
+                self._note(whole, self._names.pop((owner, name)))
+
+    def _note(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
+        """Have a gradient that arrives at the tensor be one of the parameter."""
+
+        def arrived(_: object) -> None:
+            if self.counts:
+                self.here.add(parameter)
+
+        tensor.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's
+
+    def settle(self, trained: Sequence[nn.Parameter]) -> None:
+        """When the backward pass is over: have each parameter's gradient lie as the parameter does, 0 where
+        there is none."""
+        if not self._hooked:
+            self.here = {p for p in trained if p.grad is not None}
+        for p in trained:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
+                # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
+                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
+
+    def by_none(self, trained: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+        """Those that no rank reached. A rank that reached all of them does not wait for the others."""
+        missing = set(trained) - self.here
+        if self._group is None or not trained:
+            return missing
+        reached = torch.ones(len(trained), dtype=torch.int32, device=self._device)
+        for i in (i for i, p in enumerate(trained) if p in missing):
+            reached[i] = 0
+        self._sent = dist.all_reduce(reached, dist.ReduceOp.MAX, self._group, async_op=True)
+        if missing and self._sent is not None:
+            self._sent.wait()
+            missing = {p for p, there in zip(trained, reached.tolist(), strict=True) if not there}
+        return missing
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
