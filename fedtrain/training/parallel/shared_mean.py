@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from secrets import token_hex
 from time import perf_counter
@@ -74,7 +74,7 @@ class SharedMean:
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)  # after it nobody opens a file any more
         return cls(root, parameters, found) if int(fewest) == len(places) else None
 
-    def take(self, factor: float, reached: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    def take(self, factor: float, reached: set[nn.Parameter]) -> set[nn.Parameter]:
         """Have each parameter's gradient be the mean over the ranks, times the factor. `reached`: those that
         this rank reached. Returns those that no rank did."""
         began = perf_counter()
