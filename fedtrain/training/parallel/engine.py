@@ -50,6 +50,7 @@ from .wrap import (
     data_parallel,
     in_our_words,
     is_fsdp,
+    laid_out,
     save_memory,
     split_tensors,
     with_autocast,
@@ -109,7 +110,7 @@ class MeshEngine(Trainable, ShardedModel):
         tensors = [t for part in self.parts for t in unique_tensors(part).values()]
         self.trained = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self.trained)
-        self._reached = ReachedParameters(self._roots, self.trained, self.parallel, mesh)
+        self._reached = ReachedParameters(self._roots, self.parallel, mesh)
         self.shared_mean = SharedMean.of(self._roots[0], self.trained, self.parallel.comm_hook)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
@@ -224,7 +225,8 @@ class MeshEngine(Trainable, ShardedModel):
 
     def _collect(self, factor: Number) -> None:
         """The gradients, times the factor. A parameter that no rank reached has none for the optimizer."""
-        self._reached.settle(self.trained)
+        for p in self.trained:
+            p.grad = laid_out(p)
         if self.shared_mean is not None:
             missing = self.shared_mean.take(float(factor), self._reached.here)
             factor = 1.0

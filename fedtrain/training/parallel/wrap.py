@@ -292,65 +292,53 @@ def with_unused(root: nn.Module) -> None:
 class ReachedParameters:
     """Which parameters a step gives a gradient, on this rank and on any: the others are not stepped."""
 
-    def __init__(
-        self, roots: Sequence[nn.Module], trained: Sequence[nn.Parameter], config: ParallelConfig, mesh: Mesh
-    ) -> None:
-        """`roots`: see data_parallel. `trained`: the parameters that this rank has, or its shards of them."""
+    def __init__(self, roots: Sequence[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
+        """`roots`: see data_parallel."""
+        # A schedule that computes gradients in halves adds them to .grad by itself.
+        self._hook = "register_hook" if config.schedule in HALVES else "register_post_accumulate_grad_hook"
+        # DDP, unless it looks for them, refuses a step that leaves parameters out.
+        self._all = mesh.sizes.pp == mesh.sizes.tp == 1 and config.zero < 2 and not config.find_unused
         self.here: set[nn.Parameter] = set()  # those that a gradient arrived at, on this rank
         self.counts = True  # whether a gradient does: a rank without examples only computes along
         self._group, self._device = mesh.group(mesh.averaging_axes), mesh.device
-        self._names: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        self._first: dict[object, Any] = {}  # hooks for the first forward pass, which makes whole tensors
+        self._shards: dict[tuple[nn.Module, str], nn.Parameter] = {}  # by (module, name)
+        self._first: dict[object, Any] = {}  # hooks for the first forward pass
         self._sent: dist.Work | None = None
-        # One that computes gradients in halves adds them by itself.
-        self._hooked = not (config.pp > 1 and config.schedule in HALVES)
-        modules = {each for root in roots for each in root.modules()}
-        self._hooked &= self._group is not None or any(map(is_fsdp, modules))
-        for module in modules if self._hooked else ():
-            own = ((name, p) for name, p in module._parameters.items() if p is not None and p.requires_grad)
-            self._names |= {(module, name): p for name, p in own}
+        modules = {module for root in roots for module in root.modules()}
+        sharded = any(map(is_fsdp, modules))
+        for module in modules:
+            for name, p in module._parameters.items():
+                if p is not None and p.requires_grad and sharded:
+                    self._shards[module, name] = p
+                elif p is not None and p.requires_grad:
+                    self._note(p, p)
             if is_fsdp(module):
                 self._first[module] = cast(nn.Module, module).register_forward_pre_hook(self._watch)
-        if self._hooked and not self._first:
-            for p in trained:
-                self._note(p, p)
 
     def _watch(self, module: nn.Module, _: object) -> None:
-        """Gradients arrive at a module's whole tensors, which are there from its first forward pass on."""
+        """Gradients arrive at a module's whole tensors, which there are from its first forward pass on."""
         self._first.pop(module).remove()
-        for (owner, name), shard in [*self._names.items()]:
+        for (owner, name), shard in [*self._shards.items()]:
             whole = owner._parameters[name]
             if whole is not None and whole is not shard:
-                self._note(whole, self._names.pop((owner, name)))
+                self._note(whole, self._shards.pop((owner, name)))
 
     def _note(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
         """Have a gradient that arrives at the tensor be one of the parameter."""
 
-        def arrived(_: object) -> None:
-            if self.counts:
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if self.counts and gradient is not None:
                 self.here.add(parameter)
 
-        tensor.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's
-
-    def settle(self, trained: Sequence[nn.Parameter]) -> None:
-        """When the backward pass is over: have each parameter's gradient lie as the parameter does, 0 where
-        there is none."""
-        if not self._hooked:
-            self.here = {p for p in trained if p.grad is not None}
-        for p in trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            elif p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
-            elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
-                # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
-                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
+        getattr(tensor, self._hook)(arrived)
 
     def by_none(self, trained: Sequence[nn.Parameter]) -> set[nn.Parameter]:
         """Those that no rank reached. A rank that reached all of them does not wait for the others."""
         missing = set(trained) - self.here
         if self._group is None or not trained:
             return missing
+        if self._all:
+            return set()
         reached = torch.ones(len(trained), dtype=torch.int32, device=self._device)
         for i in (i for i, p in enumerate(trained) if p in missing):
             reached[i] = 0
@@ -359,6 +347,19 @@ class ReachedParameters:
             self._sent.wait()
             missing = {p for p, there in zip(trained, reached.tolist(), strict=True) if not there}
         return missing
+
+
+def laid_out(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter's gradient, dense and placed as the parameter is; 0 where there is none."""
+    found = parameter.grad
+    if found is None:
+        return torch.zeros_like(parameter)
+    if found.is_sparse:
+        return found.to_dense()
+    if is_dtensor(found) and found.placements != parameter.placements:  # type: ignore[attr-defined]  # a DTensor
+        # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
+        return found.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return found
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
