@@ -225,6 +225,7 @@ class MeshEngine(Trainable, ShardedModel):
 
     def _collect(self, factor: Number) -> None:
         """The gradients, times the factor. A parameter that no rank reached has none for the optimizer."""
+        self._reached.settle(self.trained)
         for p in self.trained:
             p.grad = laid_out(p)
         if self.shared_mean is not None:

@@ -2,9 +2,10 @@
 
 Gloo sends a gradient through the kernel's sockets, which takes half of a small model's step. Here each rank
 copies its gradient to where all ranks see it, and takes the mean of its own part of the coordinates, for
-everyone. Gloo carries few numbers: how many ranks reached each parameter, by which each rank knows that all
+everyone. Gloo carries two numbers: how many parameters ranks did not reach, by which each rank knows that all
 gradients are there, and the sum of the mean's squares, by which it knows the norm, and that the mean is
-there. So a rank that fails or hangs is noticed as in any other collective.
+there. So a rank that fails or hangs is noticed as in any other collective. Which parameters they did not
+reach is a third message, where there are any.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class SharedMean:
         for p, view in self._gradients:
             view.zero_() if p.grad is None else view.copy_(p.grad)
             p.grad = view
-        ranks = self._summed(torch.tensor([p in reached for p, _ in self._gradients], dtype=torch.int32))
+        missing, unseen = set[nn.Parameter](), float(len(self._gradients) - len(reached))
+        if self._summed(torch.tensor(unseen, dtype=torch.float64)):  # some rank did not reach all
+            ranks = self._summed(torch.tensor([p in reached for p, _ in self._gradients], dtype=torch.int32))
+            missing = {p for (p, _), n in zip(self._gradients, ranks.tolist(), strict=True) if not n}
         norms = [torch.zeros((), dtype=torch.float64)]
         scale = factor / dist.get_world_size(self.group)
         for mean, first, *others in self._chunks:
@@ -93,8 +97,7 @@ class SharedMean:
         self._mine.copy_(self._mean)  # others write it again once this rank, too, has its next gradient there
         self.ddp.require_forward_param_sync = True  # else it has only its first forward send rank 0's buffers
         self.norm, self.seconds = squares.sqrt_(), perf_counter() - began
-
-        return {p for (p, _), some in zip(self._gradients, ranks.tolist(), strict=True) if not some}
+        return missing
 
     def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(numbers, group=self.group)

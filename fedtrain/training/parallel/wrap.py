@@ -303,14 +303,15 @@ class ReachedParameters:
         self._group, self._device = mesh.group(mesh.averaging_axes), mesh.device
         self._shards: dict[tuple[nn.Module, str], nn.Parameter] = {}  # by (module, name)
         self._first: dict[object, Any] = {}  # hooks for the first forward pass
-        self._sent: dist.Work | None = None
         modules = {module for root in roots for module in root.modules()}
         sharded = any(map(is_fsdp, modules))
+        self._hooked = sharded or self._group is not None
         for module in modules:
-            for name, p in module._parameters.items():
-                if p is not None and p.requires_grad and sharded:
+            own = ((name, p) for name, p in module._parameters.items() if p is not None and p.requires_grad)
+            for name, p in own if self._hooked else ():
+                if sharded:
                     self._shards[module, name] = p
-                elif p is not None and p.requires_grad:
+                else:
                     self._note(p, p)
             if is_fsdp(module):
                 self._first[module] = cast(nn.Module, module).register_forward_pre_hook(self._watch)
@@ -332,19 +333,22 @@ class ReachedParameters:
 
         getattr(tensor, self._hook)(arrived)
 
+    def settle(self, trained: Sequence[nn.Parameter]) -> None:
+        """When the backward pass is over: on one rank without shards, the gradients that there are."""
+        if not self._hooked:
+            self.here = {p for p in trained if p.grad is not None}
+
     def by_none(self, trained: Sequence[nn.Parameter]) -> set[nn.Parameter]:
         """Those that no rank reached. A rank that reached all of them does not wait for the others."""
         missing = set(trained) - self.here
-        if self._group is None or not trained:
-            return missing
-        if self._all:
-            return set()
+        if self._group is None or not trained or self._all:
+            return set() if self._all and self._group is not None else missing
         reached = torch.ones(len(trained), dtype=torch.int32, device=self._device)
         for i in (i for i, p in enumerate(trained) if p in missing):
             reached[i] = 0
-        self._sent = dist.all_reduce(reached, dist.ReduceOp.MAX, self._group, async_op=True)
-        if missing and self._sent is not None:
-            self._sent.wait()
+        work = dist.all_reduce(reached, dist.ReduceOp.MAX, self._group, async_op=True)
+        if missing and work is not None:
+            work.wait()
             missing = {p for p, there in zip(trained, reached.tolist(), strict=True) if not there}
         return missing
 
