@@ -3,6 +3,7 @@ against a loop of plain torch in float64."""
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel import shared_mean
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
+from fedtrain.training.parallel.state import State
 from fedtrain.training.stacked import Stacked
 from tests.worlds import world
 
@@ -404,6 +406,25 @@ def on_ranks(rank, ranks, folder):
             apart[name] = {n: float((d - update.delta.views()[n]).abs().max()) for n, d in moved.items()}
     if rank == 0:
         (folder / "apart.json").write_text(json.dumps(apart))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_checkpoint_has_the_state_of_parameters_that_were_never_stepped(name):
+    def made():
+        model = Unused().model()
+        return model, State([model], OWN[name](model.parameters()), SimpleNamespace(state_dict=dict))
+
+    model, state = made()
+    Unused().loss(model, next(iter(Unused().data("a")))).backward()
+    state.optimizer.step()
+    state.step = 1
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    gradients = [p.grad for p in model.parameters()]
+    slots = state.state_dict()["optimizer"]
+    assert slots.keys() == made()[1].state_dict()["optimizer"].keys()
+    assert all(not slot.any() for key, slot in slots.items() if key.startswith("first"))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [p.grad for p in model.parameters()] == gradients
 
 
 @pytest.mark.slow(20)
