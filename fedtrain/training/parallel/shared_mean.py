@@ -83,7 +83,7 @@ class SharedMean:
             view.zero_() if p.grad is None else view.copy_(p.grad)
             p.grad = view
         missing, unseen = set[nn.Parameter](), float(len(self._gradients) - len(reached))
-        if self._summed(torch.tensor(unseen, dtype=torch.float64)):  # some rank did not reach all
+        if self._summed(torch.tensor(unseen, dtype=torch.float64)).numpy():  # some rank did not reach all
             ranks = self._summed(torch.tensor([p in reached for p, _ in self._gradients], dtype=torch.int32))
             missing = {p for (p, _), n in zip(self._gradients, ranks.tolist(), strict=True) if not n}
         norms = [torch.zeros((), dtype=torch.float64)]
