@@ -66,7 +66,7 @@ def take_a_mean(rank: int, ranks: int, folder: Path) -> None:
             p.grad = torch.randn(p.shape, generator=drawn, dtype=p.dtype) * 10**step
             dist.all_reduce(mean := p.grad.clone())
             wanted.append(mean * (0.5 / ranks))
-        shared.take(0.5)
+        assert not shared.take(0.5, {*parameters})
         for p, mean in zip(parameters, wanted, strict=True):
             torch.testing.assert_close(p.grad, mean)
             assert p.grad.stride() == p.stride(), "a fused optimizer takes both in the order of their memory"

@@ -22,7 +22,7 @@ from ..messages import Metrics, SiteId, add_metrics
 from .batches import Batch, move
 from .devices import seed_all, set_arithmetic
 from .examples import Examples, Stream, examples_of
-from .optimizers import Factor, Optimizer, schedule
+from .optimizers import Coordinates, Factor, Optimizer, schedule
 from .precision import LossScale, autocast
 from .signatures import optimizer_of
 from .task import Task, collate_of, folder_of, measured, user_code
@@ -72,6 +72,7 @@ class Backend:
 
     weights: Sequence[torch.Tensor]  # trained here: vectors, slabs [sites, n] or a rank's pieces
     gradients: list[torch.Tensor]  # of them, as the last backward() left them
+    unreached: Sequence[Coordinates] = ()  # of parameters that it gave no gradient: they are not stepped
 
     def backward(self, group: Any, scale: float, doing: str) -> Step:
         """Leave the gradient of (Σ loss) / (Σ weight) over the group, and over all ranks, in `gradients`: it
@@ -141,7 +142,8 @@ class Steps:
             if self.correct is not None:
                 for given, gradient, weights in zip(self.given, gradients, backend.weights, strict=False):
                     self.correct(gradient, weights, given)
-            self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number), step.taken)
+            factor = 1.0 if self.factor is None else self.factor(number)
+            self.optimizer.step(gradients, factor, step.taken, backend.unreached)
         return step
 
     def check(self, doing: str) -> None:

@@ -25,7 +25,7 @@ from .building import build_model
 from .devices import device_of
 from .engine import FROZEN_CHANGED, Step, Steps, Trainable, checksum, groups, weighs_items
 from .examples import Examples, examples_of, in_groups
-from .optimizers import OPTIMIZERS, TorchOptimizer
+from .optimizers import OPTIMIZERS, Coordinates, TorchOptimizer
 from .task import Task, mean_and_weight, user_code
 from .tensors import Shares, kept_at_a_site
 
@@ -74,13 +74,15 @@ class Engine(Trainable):
         # One vector for each float dtype: first those that are exchanged, then those of this site alone.
         self._weights = [list(arena.trained().values()) for arena in (self.local, self.own)]
         self._gradients = [list(slope.trained().values()) for slope in slopes]
-        self.train_only(None)
         self._steps = Steps(self, config, correct)
-        # Each parameter's .grad is a piece of the flat gradient, for backward() to add into.
+        # Each parameter's .grad is a piece of the flat gradient, for backward() to add into. By .data a piece
+        # has a version of its own, which grows when backward() reaches the parameter.
         named, pieces = unique_tensors(self.model), slopes[0].views() | slopes[1].views()
-        self._lent = {cast(nn.Parameter, p): pieces[n] for n, p in named.items() if p.requires_grad}
-        for parameter, piece in self._lent.items():
-            parameter.grad = piece
+        self._lent = {cast(nn.Parameter, p): pieces[n].data for n, p in named.items() if p.requires_grad}
+        self._unreached = list(self._lent)  # their .grad is None, as torch leaves it
+        self._lend()
+        self._kept = {p for name, p in named.items() if name in own}
+        self.train_only(None)
         self._buffers = [
             _Buffer(
                 module, name, buffer, buffer.clone() if name in module._non_persistent_buffers_set else None
@@ -115,6 +117,7 @@ class Engine(Trainable):
     def train_only(self, only: Only | None) -> None:
         """Have steps move the exchanged tensors only, or those of this site; None: all."""
         chosen = {"shared": [0], "local": [1], None: [0, 1]}[only]
+        self._trained = [p for p in self._lent if (p in self._kept) in chosen]
         self.weights = [vector for i in chosen for vector in self._weights[i]]
         self.gradients = [vector for i in chosen for vector in self._gradients[i]]
 
@@ -193,11 +196,12 @@ class Engine(Trainable):
     def _round(self, steps: Steps, examples: Examples, round: int, given: Sequence[Context]) -> Step:
         """Every optimizer step of it."""
         config = steps.config
-        own, ours = self.own_optimizer(list(self._lent), round), OPTIMIZERS[config.optimizer]
+        own, ours = self.own_optimizer(self._trained, round), OPTIMIZERS[config.optimizer]
         optimizer = ours(config, self.weights) if own is None else TorchOptimizer(own)
         steps.begin(optimizer, given)
         one_pass = partial(in_groups, examples, config, self._order)
         seen = steps.round(groups(config, one_pass), examples, round, self.rounds)
+        self._lend()
         if any(p.grad is not piece for p, piece in self._lent.items()):
             raise TaskError(
                 "the task replaced its parameters' .grad (zero_grad() in loss()?); leave it to us"
@@ -206,8 +210,10 @@ class Engine(Trainable):
 
     def backward(self, group: list[Batch], scale: float, doing: str = "") -> Step:
         """See Backend. Accumulating over ragged batches, or over sums of tokens, is the one large batch."""
+        self._lend()
         for gradient in self.gradients:
             gradient.zero_()
+        before = [piece._version for piece in self._lent.values()]
         losses, weights = [], []
         for batch in map(self.here, group):  # one after the other: a device holds one of them at a time
             with self._autocast:
@@ -227,8 +233,30 @@ class Engine(Trainable):
         if divisor not in (0.0, 1.0):
             for gradient in self.gradients:
                 gradient.div_(divisor)
+        self._note_unreached(before)
         taken = bool(self.weights) and any(weights)
         return Step(losses, weights, sum(map(examples_in, group)), taken)
+
+    def _lend(self) -> None:
+        """Give parameters that the last backward() did not reach their piece of the gradient again."""
+        for p in self._unreached:
+            p.grad = self._lent[p]
+        self._unreached = []
+
+    def _note_unreached(self, before: list[int]) -> None:
+        """Find the parameters that backward() did not reach. `before`: the versions of all pieces."""
+        pieces = zip(self._lent.items(), before, strict=True)
+        self._unreached = [p for (p, t), old in pieces if t._version == old and p.grad is t]
+        found: list[Coordinates] = []
+        for p in self._unreached:
+            p.grad, piece = None, self._lent[p]
+            for i, vector in enumerate(self.gradients):
+                start = (piece.data_ptr() - vector.data_ptr()) // vector.itemsize
+                if 0 <= start < len(vector):
+                    # One range with the parameter before it, where they are neighbours.
+                    first = found.pop()[1] if found and found[-1][::2] == (i, start) else start
+                    found.append((i, first, start + piece.numel()))
+        self.unreached = found
 
     # --- The model and its arena
 

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 
 Factor = Callable[[int], float]  # of the learning rate, by how many steps of the run are done
 Parameters = list[dict[str, Any]]  # torch's groups of them
+Coordinates = tuple[int, int, int]  # (vector, start, stop), along the vector's last dimension
 
 
 class FlatOptimizer(ABC):
@@ -30,18 +31,40 @@ class FlatOptimizer(ABC):
     skips = False  # see TorchOptimizer
 
     def __init__(self, config: TrainConfig, weights: Sequence[torch.Tensor]) -> None:
-        self.config, self.weights, self.taken = config, weights, 0
+        self.config, self.weights = config, weights
         self.states = [[torch.zeros_like(vector) for _ in range(self.slots(config))] for vector in weights]
+        # How often each range of coordinates was stepped. A vector is one range as long as all of it is.
+        self.taken: dict[Coordinates, int] = {(i, 0, v.shape[-1]): 0 for i, v in enumerate(weights)}
 
-    def step(self, gradients: list[torch.Tensor], factor: float, taken: object = True) -> None:
-        """Move all weights, at `factor` times the learning rate. A step that comes here is `taken`."""
-        self.taken += 1
-        lr = self.config.lr * factor
-        for vector, gradient, state in zip(self.weights, gradients, self.states, strict=True):
-            if len(gradient) < len(vector):  # of a slab, the sites that still train
-                self.move(vector[: len(gradient)], gradient, lr, *(each[: len(gradient)] for each in state))
-            else:
-                self.move(vector, gradient, lr, *state)
+    def step(
+        self,
+        gradients: list[torch.Tensor],
+        factor: float,
+        taken: object = True,
+        unreached: Sequence[Coordinates] = (),
+    ) -> None:
+        """Move the weights, at `factor` times the learning rate. A step that comes here is `taken`. The
+        coordinates in `unreached` keep their weights, state and count of steps."""
+        for vector, *edges in unreached:
+            for edge in edges:
+                self._cut(vector, edge)
+        for part in self.taken:
+            i, start, stop = part
+            if any(i == vector and low <= start < high for vector, low, high in unreached):
+                continue
+            self.taken[part] += 1
+            tensors = [self.weights[i], gradients[i], *self.states[i]]
+            if tensors[0].shape != (*gradients[i].shape[:-1], stop - start):
+                # Of a slab, the rows of the sites that still train.
+                at = *map(slice, gradients[i].shape[:-1]), slice(start, stop)
+                tensors = [tensor[at] for tensor in tensors]
+            self.move(self.config.lr * factor, self.taken[part], *tensors)
+
+    def _cut(self, vector: int, edge: int) -> None:
+        for i, start, stop in [*self.taken]:
+            if i == vector and start < edge < stop:
+                count = self.taken.pop((i, start, stop))
+                self.taken[i, start, edge] = self.taken[i, edge, stop] = count
 
     @classmethod
     @abstractmethod
@@ -49,8 +72,10 @@ class FlatOptimizer(ABC):
         """How many tensors of a parameter's size it keeps."""
 
     @abstractmethod
-    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
-        """One vector's step, the `taken`-th."""
+    def move(
+        self, lr: float, taken: int, weights: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor
+    ) -> None:
+        """The `taken`-th step of a vector, or of a range of it."""
 
     @classmethod
     @abstractmethod
@@ -63,7 +88,9 @@ class Sgd(FlatOptimizer):
     def slots(cls, config: TrainConfig) -> int:
         return 1 if config.momentum else 0
 
-    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
+    def move(
+        self, lr: float, taken: int, weights: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor
+    ) -> None:
         if self.config.weight_decay:
             gradient.add_(weights, alpha=self.config.weight_decay)
         if state:
@@ -86,7 +113,9 @@ class Adam(FlatOptimizer):
     def slots(cls, config: TrainConfig) -> int:
         return 2
 
-    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
+    def move(
+        self, lr: float, taken: int, weights: torch.Tensor, gradient: torch.Tensor, *state: torch.Tensor
+    ) -> None:
         decay, (m, v) = self.config.weight_decay, state
         if decay and self.decoupled:
             weights.mul_(1 - lr * decay)
@@ -94,8 +123,8 @@ class Adam(FlatOptimizer):
             gradient.add_(weights, alpha=decay)
         m.lerp_(gradient, 1 - self.b1)
         v.mul_(self.b2).addcmul_(gradient, gradient, value=1 - self.b2)
-        root = torch.sqrt(v, out=gradient).div_((1 - self.b2**self.taken) ** 0.5).add_(self.eps)
-        weights.addcdiv_(m, root, value=-lr / (1 - self.b1**self.taken))
+        root = torch.sqrt(v, out=gradient).div_((1 - self.b2**taken) ** 0.5).add_(self.eps)
+        weights.addcdiv_(m, root, value=-lr / (1 - self.b1**taken))
 
     @classmethod
     def of_torch(cls, config: TrainConfig, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
@@ -120,6 +149,8 @@ class TorchOptimizer:
         self.inner, self._factor = inner, 1.0
         self._rates = [group["lr"] for group in inner.param_groups]
         self._asks = here and getattr(inner, "_step_supports_amp_scaling", False)  # torch's fused ones
+        # torch's fused SGD takes the momentum of all parameters that it steps, or of none.
+        self._lacks = any(group.get("fused") for group in inner.param_groups)
         self._begun = False  # leaving out a first step, torch's SGD would keep unwritten memory as momentum
 
     @property
@@ -127,8 +158,18 @@ class TorchOptimizer:
         """Whether the next step may be one that nobody has yet seen to be taken."""
         return self._asks and self._begun
 
-    def step(self, gradients: list[torch.Tensor], factor: float, taken: bool | torch.Tensor = True) -> None:
-        """`taken`: where it is a scalar on the device, the kernels look whether to change anything."""
+    def step(
+        self,
+        gradients: list[torch.Tensor],
+        factor: float,
+        taken: bool | torch.Tensor = True,
+        unreached: Sequence[Coordinates] = (),
+    ) -> None:
+        """`taken`: where it is a scalar on the device, the kernels look whether to change anything. It steps
+        no parameter whose .grad is None: the `unreached` ones."""
+        if self._lacks and unreached:
+            self._lacks = False
+            make_slots(self.inner)
         if factor != self._factor:
             self._factor = factor
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
@@ -140,6 +181,33 @@ class TorchOptimizer:
 
 
 Optimizer = FlatOptimizer | TorchOptimizer  # a round long, or a run
+
+
+def make_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Have it make what it keeps of parameters that it never stepped, as 0: by a step that moves nothing."""
+    optimizer = getattr(optimizer, "optim", optimizer)  # ZeRO-1
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not (parameters := [p for p in every if not optimizer.state.get(p)]):
+        return
+    lent, rates = [p.grad for p in every], [g["lr"] for g in optimizer.param_groups]
+    before = [p.detach().clone() for p in parameters]
+    for p in every:
+        p.grad = None
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    with torch.no_grad():
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+            for slot in optimizer.state[p].values():
+                if isinstance(slot, torch.Tensor):
+                    slot.zero_()
+    for p, gradient in zip(every, lent, strict=True):
+        p.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def of_parameters(

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class Stacked(Backend):
         trained = [s for s in engine.schema.tensors if s.trained]
         self._names, self._shapes = [f"model.{s.name}" for s in trained], [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
+        # Where each parameter is in `_parts`.
+        self._places = [(i, 0, size) for i, size in enumerate(self._sizes)]
+        if engine.correct:
+            self._places = [(0, *edges) for edges in pairwise(accumulate(self._sizes, initial=0))]
+        self._reached: set[int] = set()  # parameters that the step under way gave a gradient
         self._loss = _Loss(engine)
         like = engine.local.flat(self._section)
         self._slab = like.new_empty(0, self._section.trained)  # the weights of the sites at work
@@ -68,7 +73,8 @@ class Stacked(Backend):
         self._weighed: list[torch.Tensor] = []  # of each step of a round: whether all batches had a weight
         self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[StackedSites]]] = OrderedDict()
         self._kept_bytes = 0
-        self._traces: OrderedDict[Any, Callable[..., Sequence[torch.Tensor]]] = OrderedDict()
+        # With the parameters that the loss gives a gradient.
+        self._traces: OrderedDict[Any, tuple[Callable[..., Sequence[torch.Tensor]], set[int]]] = OrderedDict()
         self._padding: bool | None = None
         self._layers: list[DropoutLayer] | None = None
 
@@ -196,6 +202,7 @@ class Stacked(Backend):
         """See Backend. Each loss hangs on its own row of the weights alone, so one backward pass through the
         stacked kernels gives all gradients."""
         single, active = len(group.batches) == 1, group.active
+        self._reached = set()
         losses, weights, *slopes = zip(*(self._found(single, b, active) for b in group.batches), strict=True)
         self._first = None
         total = weights[0] if single else torch.stack(weights).sum(0)
@@ -203,6 +210,7 @@ class Stacked(Backend):
             self._weighed.append(total.all())
         found = [s[0] if single else torch.stack(s).sum(0).div_(total[:, None]) for s in slopes]
         self.gradients = [torch.cat(found, 1)] if self.engine.correct else found
+        self.unreached = [place for i, place in enumerate(self._places) if i not in self._reached]
         return Step([*losses], [*weights], active)
 
     def _parts(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -219,13 +227,15 @@ class Stacked(Backend):
         key = single, masked, self._first is None, *(tensor.shape for tensor in inputs)
         if key not in self._traces:
             with self._refusing():
-                function = partial(self._gradient, single, len(batch.columns), masked)
-                self._traces[key] = traced(function, inputs).forward
+                graph = traced(partial(self._gradient, single, len(batch.columns), masked), inputs)
+                self._traces[key] = graph.forward, self._asked_for
                 if len(self._traces) > TRACES:
                     self._traces.popitem(last=False)
         self._traces.move_to_end(key)
+        call, reached = self._traces[key]
+        self._reached |= reached
         with torch.no_grad(), user_code(self._folder, "in a stack of sites"):
-            return [each[:active] for each in self._traces[key](*inputs)]
+            return [each[:active] for each in call(*inputs)]
 
     def _gradient(
         self, single: bool, columns: int, masked: bool, weights: torch.Tensor, *inputs: torch.Tensor
@@ -241,7 +251,9 @@ class Stacked(Backend):
         else:
             mean, weight = vmap(self._padded)(pieces, inputs[:columns], noise, mask)
         objective = mean if single else mean * weight
-        slopes = torch.autograd.grad(objective.sum(), pieces, materialize_grads=True)
+        found = torch.autograd.grad(objective.sum(), pieces, allow_unused=True)
+        self._asked_for = {i for i, slope in enumerate(found) if slope is not None}
+        slopes = (torch.zeros_like(p) if s is None else s for p, s in zip(pieces, found, strict=True))
         return mean.detach(), weight.detach(), *(slope.flatten(1).contiguous() for slope in slopes)
 
     def _alone(

@@ -75,7 +75,7 @@ class Weightless(Words):
 
 
 class Apart(Rows):
-    """One layer takes part in no loss; weight decay moves it all the same."""
+    """One layer takes part in no loss, and stays as it is."""
 
     def model(self):
         return nn.ModuleList([nn.Linear(6, 3), nn.Linear(2, 2)]).double()

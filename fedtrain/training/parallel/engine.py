@@ -28,7 +28,7 @@ from ..building import build_model
 from ..collectives import everyones
 from ..engine import Number, Step, Steps, Trainable, multiply, sum_of
 from ..examples import examples_of
-from ..mesh import Mesh, is_dtensor
+from ..mesh import Mesh
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
 from ..task import Task, mean_and_weight, user_code
 from ..tensors import Shares, kept_at_a_site
@@ -45,10 +45,12 @@ from .shared_mean import SharedMean
 from .streamed import StreamedModel
 from .wrap import (
     Loss,
+    ReachedParameters,
     check_compiler,
     data_parallel,
     in_our_words,
     is_fsdp,
+    laid_out,
     save_memory,
     split_tensors,
     with_autocast,
@@ -108,6 +110,7 @@ class MeshEngine(Trainable, ShardedModel):
         tensors = [t for part in self.parts for t in unique_tensors(part).values()]
         self.trained = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self.trained)
+        self._reached = ReachedParameters(self._roots, self.parallel, mesh)
         self.shared_mean = SharedMean.of(self._roots[0], self.trained, self.parallel.comm_hook)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
@@ -196,12 +199,13 @@ class MeshEngine(Trainable, ShardedModel):
             return mean if isinstance(part, float) and part == 1.0 else mean * part
 
         self.optimizer.zero_grad()
+        self._reached.here = set()
         if self._gathered is not None and self._pipeline is None and not self._limited:
             with user_code(self._folder, doing):
                 self._check_parts(self.present(group[0][0]), self._gathered)
         with user_code(self._folder, doing), in_our_words(self.parallel), self._counting():
             for i, (batch, _) in enumerate(group):  # a device holds one batch at a time
-                counts = batch is not None and examples_in(batch) > 0
+                self._reached.counts = counts = batch is not None and examples_in(batch) > 0
                 with self._syncing(i == len(group) - 1), self._context(self.present(batch)) as present:
                     if self._pipeline is not None:
                         self._pipeline.train(present, partial(objective, i, counts))
@@ -220,19 +224,19 @@ class MeshEngine(Trainable, ShardedModel):
         return Step([*losses], [*weights], total, whole > 0)
 
     def _collect(self, factor: Number) -> None:
-        """The gradients, times the factor; 0 of what no loss asked for."""
+        """The gradients, times the factor. A parameter that no rank reached has none for the optimizer."""
+        self._reached.settle(self.trained)
         for p in self.trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            elif p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
-            elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
-                # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
-                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
+            p.grad = laid_out(p)
         if self.shared_mean is not None:
-            self.shared_mean.take(float(factor))
+            missing = self.shared_mean.take(float(factor), self._reached.here)
             factor = 1.0
+        else:
+            missing = self._reached.by_none(self.trained)
         self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
+        self.unreached = [(i, 0, p.numel()) for i, p in enumerate(self.trained) if p in missing]
+        for p in missing:
+            p.grad = None
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
             self.weights = [local(p.detach()) for p in self.trained]
         if isinstance(factor, torch.Tensor):

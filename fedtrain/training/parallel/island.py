@@ -72,7 +72,10 @@ class Island:
 
     @property
     def exchanged_gradients(self) -> list[torch.Tensor]:
-        return [p.grad.reshape(-1) for p in self._parameters[0] if p.grad is not None]
+        return [
+            torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1)
+            for p in self._parameters[0]
+        ]
 
     def load(self, weights: Arena, *, training: bool) -> None:
         self.local.copy_(weights)

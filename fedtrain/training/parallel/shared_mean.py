@@ -2,9 +2,10 @@
 
 Gloo sends a gradient through the kernel's sockets, which takes half of a small model's step. Here each rank
 copies its gradient to where all ranks see it, and takes the mean of its own part of the coordinates, for
-everyone. Gloo carries two numbers: one says that all gradients are there, the other is the sum of the mean's
-squares, by which each rank knows the norm, and that the mean is there. So a rank that fails or hangs is
-noticed as in any other collective.
+everyone. Gloo carries two numbers: how many parameters ranks did not reach, by which each rank knows that all
+gradients are there, and the sum of the mean's squares, by which it knows the norm, and that the mean is
+there. So a rank that fails or hangs is noticed as in any other collective. Which parameters they did not
+reach is a third message, where there are any.
 """
 
 from __future__ import annotations
@@ -74,14 +75,17 @@ class SharedMean:
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)  # after it nobody opens a file any more
         return cls(root, parameters, found) if int(fewest) == len(places) else None
 
-    def take(self, factor: float) -> None:
-        """Have each parameter's gradient be the mean over the ranks, times the factor."""
+    def take(self, factor: float, reached: set[nn.Parameter]) -> set[nn.Parameter]:
+        """Have each parameter's gradient be the mean over the ranks, times the factor. `reached`: those that
+        this rank reached. Returns those that no rank did."""
         began = perf_counter()
         for p, view in self._gradients:
-            assert p.grad is not None, "the engine leaves no parameter without a gradient"
-            view.copy_(p.grad)
+            view.zero_() if p.grad is None else view.copy_(p.grad)
             p.grad = view
-        self._summed(torch.zeros((), dtype=torch.float64))
+        missing, unseen = set[nn.Parameter](), float(len(self._gradients) - len(reached))
+        if self._summed(torch.tensor(unseen, dtype=torch.float64)).numpy():  # some rank did not reach all
+            ranks = self._summed(torch.tensor([p in reached for p, _ in self._gradients], dtype=torch.int32))
+            missing = {p for (p, _), n in zip(self._gradients, ranks.tolist(), strict=True) if not n}
         norms = [torch.zeros((), dtype=torch.float64)]
         scale = factor / dist.get_world_size(self.group)
         for mean, first, *others in self._chunks:
@@ -93,10 +97,11 @@ class SharedMean:
         self._mine.copy_(self._mean)  # others write it again once this rank, too, has its next gradient there
         self.ddp.require_forward_param_sync = True  # else it has only its first forward send rank 0's buffers
         self.norm, self.seconds = squares.sqrt_(), perf_counter() - began
+        return missing
 
-    def _summed(self, number: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(number, group=self.group)
-        return number
+    def _summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(numbers, group=self.group)
+        return numbers
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...schema import named_state, unique_tensors
 from ..batches import Batch
+from ..optimizers import make_slots
 from ..precision import LossScale
 
 
@@ -89,7 +90,7 @@ class State:
         self.round = 0  # rounds done
         self.begun = 0  # the steps taken when the present round began
         self.record: dict[str, Any] = {}  # of the last round, as RunStore.commit takes it
-        self._made = False  # whether the optimizer has its slots
+        self._made: object = None  # the optimizer that has all its slots
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "loss_scale", "data", "step", "begun", "outer", "measured"}, of an island
@@ -145,30 +146,11 @@ class State:
         }
 
     def _init_optimizer(self) -> None:
-        """An optimizer makes its slots in its first step: take one that moves nothing."""
+        """An optimizer makes its slots in its first step of a parameter, and a checkpoint has all of them."""
         optimizer = cast(torch.optim.Optimizer, getattr(self.optimizer, "optim", self.optimizer))
-        if self._made or self.step > 0:
-            return
-        self._made = True
-        if optimizer.state:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        lent, rates = [p.grad for p in parameters], [g["lr"] for g in optimizer.param_groups]
-        before = [p.detach().clone() for p in parameters]
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
-        optimizer.step()
-        with torch.no_grad():
-            for p, gradient, value in zip(parameters, lent, before, strict=True):
-                p.grad = gradient
-                p.copy_(value)
-                for slot in optimizer.state[p].values():
-                    if isinstance(slot, torch.Tensor):
-                        slot.zero_()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        if self._made is not optimizer and (optimizer.state or not self.step):
+            self._made = optimizer
+            make_slots(optimizer)
 
 
 def no_optimizer() -> torch.optim.Optimizer:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
 from ..batches import Batch
-from ..mesh import Mesh
+from ..mesh import Mesh, is_dtensor
 from ..precision import NARROW
 from ..task import Task
 from .families import unknown
@@ -286,6 +287,83 @@ def with_unused(root: nn.Module) -> None:
     """Have ranks exchange gradients of the same parameters in each step, whichever their losses asked for."""
     if is_fsdp(root):
         root.set_reduce_scatter_unused_params(True)
+
+
+class ReachedParameters:
+    """Which parameters a step gives a gradient, on this rank and on any: the others are not stepped."""
+
+    def __init__(self, roots: Sequence[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
+        """`roots`: see data_parallel."""
+        # A schedule that computes gradients in halves adds them to .grad by itself.
+        self._hook = "register_hook" if config.schedule in HALVES else "register_post_accumulate_grad_hook"
+        # DDP, unless it looks for them, refuses a step that leaves parameters out.
+        self._all = mesh.sizes.pp == mesh.sizes.tp == 1 and config.zero < 2 and not config.find_unused
+        self.here: set[nn.Parameter] = set()  # those that a gradient arrived at, on this rank
+        self.counts = True  # whether a gradient does: a rank without examples only computes along
+        self._group, self._device = mesh.group(mesh.averaging_axes), mesh.device
+        self._shards: dict[tuple[nn.Module, str], nn.Parameter] = {}  # by (module, name)
+        self._first: dict[object, Any] = {}  # hooks for the first forward pass
+        modules = {module for root in roots for module in root.modules()}
+        sharded = any(map(is_fsdp, modules))
+        self._hooked = sharded or self._group is not None
+        for module in modules:
+            own = ((name, p) for name, p in module._parameters.items() if p is not None and p.requires_grad)
+            for name, p in own if self._hooked else ():
+                if sharded:
+                    self._shards[module, name] = p
+                else:
+                    self._note(p, p)
+            if is_fsdp(module):
+                self._first[module] = cast(nn.Module, module).register_forward_pre_hook(self._watch)
+
+    def _watch(self, module: nn.Module, _: object) -> None:
+        """Gradients arrive at a module's whole tensors, which there are from its first forward pass on."""
+        self._first.pop(module).remove()
+        for (owner, name), shard in [*self._shards.items()]:
+            whole = owner._parameters[name]
+            if whole is not None and whole is not shard:
+                self._note(whole, self._shards.pop((owner, name)))
+
+    def _note(self, tensor: nn.Parameter, parameter: nn.Parameter) -> None:
+        """Have a gradient that arrives at the tensor be one of the parameter."""
+
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if self.counts and gradient is not None:
+                self.here.add(parameter)
+
+        getattr(tensor, self._hook)(arrived)
+
+    def settle(self, trained: Sequence[nn.Parameter]) -> None:
+        """When the backward pass is over: on one rank without shards, the gradients that there are."""
+        if not self._hooked:
+            self.here = {p for p in trained if p.grad is not None}
+
+    def by_none(self, trained: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+        """Those that no rank reached. A rank that reached all of them does not wait for the others."""
+        missing = set(trained) - self.here
+        if self._group is None or not trained or self._all:
+            return set() if self._all and self._group is not None else missing
+        reached = torch.ones(len(trained), dtype=torch.int32, device=self._device)
+        for i in (i for i, p in enumerate(trained) if p in missing):
+            reached[i] = 0
+        work = dist.all_reduce(reached, dist.ReduceOp.MAX, self._group, async_op=True)
+        if missing and work is not None:
+            work.wait()
+            missing = {p for p, there in zip(trained, reached.tolist(), strict=True) if not there}
+        return missing
+
+
+def laid_out(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter's gradient, dense and placed as the parameter is; 0 where there is none."""
+    found = parameter.grad
+    if found is None:
+        return torch.zeros_like(parameter)
+    if found.is_sparse:
+        return found.to_dense()
+    if is_dtensor(found) and found.placements != parameter.placements:  # type: ignore[attr-defined]  # a DTensor
+        # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
+        return found.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return found
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
