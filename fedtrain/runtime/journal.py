@@ -65,13 +65,11 @@ class Traffic(Protocol):
 
 
 class Lap:
-    """The time since a round began, and the bytes that were moved in it."""
+    """The time since a round began."""
 
-    def __init__(self, traffic: Traffic | None = None, *, before_s: float = 0.0) -> None:
-        """`traffic`: None where a round's bytes are not counted. `before_s`: what the round took before the
-        process that goes on with it."""
-        self._traffic, self._began_s = traffic, time.monotonic() - before_s
-        self._before = (0, 0) if traffic is None else (traffic.bytes_in, traffic.bytes_out)
+    def __init__(self, before_s: float = 0.0) -> None:
+        """`before_s`: what the round took before the process that goes on with it."""
+        self._began_s = time.monotonic() - before_s
 
     @property
     def seconds(self) -> float:
@@ -79,11 +77,7 @@ class Lap:
 
     def record(self, metrics: Mapping[str, float], sites: int) -> Record:
         """The round's record: what `sites` found in training, and what it took until now."""
-        record = Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=self.seconds)
-        if self._traffic is not None:
-            record["bytes_in"] = self._traffic.bytes_in - self._before[0]
-            record["bytes_out"] = self._traffic.bytes_out - self._before[1]
-        return record
+        return Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=self.seconds)
 
 
 @dataclass
@@ -116,6 +110,8 @@ class Journal:
         self.noise = KnownNoise(config, emit)
         self.config, self.emit, self.clock = config, self.noise.emit, clock
         self.over: str | None = None  # why the run is over, once its model is exported
+        self.traffic: Traffic | None = None  # whose bytes are counted, all from 0 on
+        self._counted = 0, 0  # of them: bytes in and out that an event has
         self._store, self._common = store, common
 
     @property
@@ -155,6 +151,13 @@ class Journal:
 
     # --- a round
 
+    def _moved(self) -> tuple[int, int]:
+        """Bytes in and out since the last event that counts them: each byte is in one event."""
+        if (traffic := self.traffic) is None:
+            return 0, 0
+        before, self._counted = self._counted, (traffic.bytes_in, traffic.bytes_out)
+        return self._counted[0] - before[0], self._counted[1] - before[1]
+
     def waiting(self, need: int, have: int | None = None) -> None:
         """Say that the next round begins when `need` sites are there."""
         self.emit(events.Waiting(need=need, have=have))
@@ -183,6 +186,9 @@ class Journal:
         suspects: Any = None,
     ) -> None:
         """Make a round the last one, and say so. The other arguments are RunStore.commit's."""
+        if self.traffic is not None:
+            bytes_in, bytes_out = self._moved()
+            record = Record(**record, bytes_in=bytes_in, bytes_out=bytes_out)
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
         began = time.perf_counter()
@@ -209,10 +215,10 @@ class Journal:
         made = Checkpoint(max(1, after.round), model, after.state | kept)
         record = self.store.rounds()[-1].record
         self.store.commit(made, {**record, "models": made_of.models, "of": made_of.of})
-        cost = lap.record({}, 0)
+        bytes_in, bytes_out = self._moved()
         self.emit(events.PeersAgreed(
             round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
-            seconds=cost["seconds"], bytes_in=cost.get("bytes_in", 0), bytes_out=cost.get("bytes_out", 0),
+            seconds=lap.seconds, bytes_in=bytes_in, bytes_out=bytes_out,
         ))  # fmt: skip
         return made
 
@@ -257,7 +263,10 @@ class Journal:
         if not metrics:
             self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
             return metrics
-        self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
+        bytes_in, bytes_out = self._moved()
+        self.emit(events.Evaluated(
+            round=number, metrics=metrics, by_site=by_site, bytes_in=bytes_in, bytes_out=bytes_out
+        ))
         if best:
             self.emit(events.Best(round=number, metric=metric, value=value))
         return metrics
