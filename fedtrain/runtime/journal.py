@@ -264,9 +264,11 @@ class Journal:
             self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
             return metrics
         bytes_in, bytes_out = self._moved()
-        self.emit(events.Evaluated(
-            round=number, metrics=metrics, by_site=by_site, bytes_in=bytes_in, bytes_out=bytes_out
-        ))
+        self.emit(
+            events.Evaluated(
+                round=number, metrics=metrics, by_site=by_site, bytes_in=bytes_in, bytes_out=bytes_out
+            )
+        )
         if best:
             self.emit(events.Best(round=number, metric=metric, value=value))
         return metrics

@@ -26,7 +26,7 @@ from tests.signals import hear_ctrl_c
 from tests.worlds import FORKED
 
 ENDLESS = r"fedtrain dashboard\b"
-PATIENCE_S = 50
+PATIENCE_S = 60
 NAMES = ("fedtrain", "torchrun", "python")
 STAND_IN = """#!{python} -IS
 import array, json, os, signal, socket, sys
