@@ -97,7 +97,12 @@ def uncommented(line: str) -> str:
 
 
 EVERY = [command for page in pages() for command in typed(page)]
-TO_TYPE = sorted({c.page for c in EVERY if not untyped(c.line)})
+PARSED_ALONE = {  # these pages' commands are parsed, and not typed yet
+    "docs/cli.md": "passes as far as `policy sign`; the rest is not seen through",
+    "docs/gossip.md": "the peers' keys are of other machines",
+    "examples/shakespeare/README.md": "minutes: eight ranks of a GPT on two cores",
+}
+TO_TYPE = sorted({c.page for c in EVERY if not untyped(c.line)} - PARSED_ALONE.keys())
 CLINIC = ("fedtrain new heart", "cd heart")
 SITES = tuple(f"&fedtrain site site-{i}" for i in (1, 2, 3))
 FEDERATION = (*CLINIC, "fedtrain task approve", "&fedtrain aggregator", *SITES, "wait")
