@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, cast
 
 from .. import events
 from ..arena import AnyArena, Arena
@@ -21,6 +21,7 @@ from ..config import Config
 from ..digest import seed_of, settings_digest
 from ..errors import ConfigError
 from ..events import Emit, Record
+from ..exchange import Traffic
 from ..fairness import SERVER, split, with_server, with_sites
 from ..messages import Metrics, SiteId, averages
 from ..store import AGREED, Checkpoint, RoundPlan, RunStore
@@ -53,15 +54,6 @@ class Result:
     best_round: int | None
     run_dir: Path
     own_model: bool = False  # of a peer that was to agree with others on one model, and ended with its own
-
-
-class Traffic(Protocol):
-    """What counts the bytes that it moves: a cohort, a peer's neighbours."""
-
-    @property
-    def bytes_in(self) -> int: ...
-    @property
-    def bytes_out(self) -> int: ...
 
 
 class Lap:
@@ -151,12 +143,13 @@ class Journal:
 
     # --- a round
 
-    def _moved(self) -> tuple[int, int]:
+    def _moved(self) -> dict[str, int]:
         """Bytes in and out since the last event that counts them: each byte is in one event."""
         if (traffic := self.traffic) is None:
-            return 0, 0
+            return {}
         before, self._counted = self._counted, (traffic.bytes_in, traffic.bytes_out)
-        return self._counted[0] - before[0], self._counted[1] - before[1]
+        moved = self._counted[0] - before[0], self._counted[1] - before[1]
+        return dict(zip(("bytes_in", "bytes_out"), moved, strict=True))
 
     def waiting(self, need: int, have: int | None = None) -> None:
         """Say that the next round begins when `need` sites are there."""
@@ -186,9 +179,7 @@ class Journal:
         suspects: Any = None,
     ) -> None:
         """Make a round the last one, and say so. The other arguments are RunStore.commit's."""
-        if self.traffic is not None:
-            bytes_in, bytes_out = self._moved()
-            record = Record(**record, bytes_in=bytes_in, bytes_out=bytes_out)
+        record = cast(Record, {**record, **self._moved()})
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
         began = time.perf_counter()
@@ -215,10 +206,9 @@ class Journal:
         made = Checkpoint(max(1, after.round), model, after.state | kept)
         record = self.store.rounds()[-1].record
         self.store.commit(made, {**record, "models": made_of.models, "of": made_of.of})
-        bytes_in, bytes_out = self._moved()
         self.emit(events.PeersAgreed(
             round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
-            seconds=lap.seconds, bytes_in=bytes_in, bytes_out=bytes_out,
+            seconds=lap.seconds, **self._moved(),
         ))  # fmt: skip
         return made
 
@@ -263,12 +253,7 @@ class Journal:
         if not metrics:
             self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
             return metrics
-        bytes_in, bytes_out = self._moved()
-        self.emit(
-            events.Evaluated(
-                round=number, metrics=metrics, by_site=by_site, bytes_in=bytes_in, bytes_out=bytes_out
-            )
-        )
+        self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site, **self._moved()))
         if best:
             self.emit(events.Best(round=number, metric=metric, value=value))
         return metrics
