@@ -1,4 +1,4 @@
-"""Every byte that a run moves is in one event, and the page of a finished run tells of no machine."""
+"""Every byte that a run moves is in one event."""
 
 from __future__ import annotations
 
