@@ -107,7 +107,9 @@ class Shell:
             if re.match(ENDLESS, line):
                 until(lambda process=process, log=log: log.stat().st_size or process.poll() is not None)
                 os.killpg(process.pid, signal.SIGTERM)
-                assert process.wait(PATIENCE_S) == -signal.SIGTERM, f"{line}\n{self.logs()}"
+                assert process.wait(PATIENCE_S) in (-signal.SIGTERM, 128 + signal.SIGTERM), (
+                    f"{line}\n{self.logs()}"
+                )
         others = [process for line, process, _ in self.left if not re.match(ENDLESS, line)]
         try:
             until(lambda: any(each.poll() for each in others) or None not in [each.poll() for each in others])
