@@ -262,6 +262,8 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     round: int
     metrics: Averages = {}
     by_site: Mapping[SiteId, Averages] = {}
+    bytes_in: int = 0  # since the last event that counts bytes: a round's, an evaluation's, an agreement's
+    bytes_out: int = 0
 
 
 class PeersAgreed(Event, frozen=True, kw_only=True, tag="agreed"):

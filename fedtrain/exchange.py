@@ -14,6 +14,15 @@ from typing import Protocol, runtime_checkable
 from .messages import Folded, Reply, Request, SiteId, Train
 
 
+class Traffic(Protocol):
+    """What counts the bytes that it moves: a cohort, a peer's neighbours."""
+
+    @property
+    def bytes_in(self) -> int: ...
+    @property
+    def bytes_out(self) -> int: ...
+
+
 class Cohort(Protocol):
     """The sites that can be asked."""
 

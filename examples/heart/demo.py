@@ -80,7 +80,7 @@ def split_data() -> None:
 
 
 def make_certificates() -> None:
-    """A throw-away authority in certs/; one that is there already is used."""
+    """A throw-away authority in examples/heart/certs; one that is there already is used."""
     certs = HERE / Config.load(HERE / "fedtrain.toml").network.certs
     if not (certs / "ca" / "issuing.pem").exists():
         fedtrain("certs", "init", quiet=True)

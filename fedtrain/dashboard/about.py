@@ -1,4 +1,4 @@
-"""What a page says of a run beside its events: its settings, its graph, its model's card, this machine."""
+"""What a page says of a run beside its events: its settings, its graph, its model's card, its machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _edges(settings: Mapping[str, str], members: Sequence[SiteId], board: Any) -
 
 
 class Machine:
-    """How busy this machine is: the run's own, as run directories lie on a local disk."""
+    """How busy this machine is: that of a run that goes on, as run directories lie on a local disk."""
 
     def __init__(self) -> None:
         self._before = self._ticks()

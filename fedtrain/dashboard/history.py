@@ -124,7 +124,12 @@ class History:
             case e.RoundCommitted():
                 self._commit(event)
             case e.Evaluated():
-                self._evaluated(event)
+                over = self._after(event)
+                over["metrics"] = _short(event.metrics)
+                if by_site := {self._place(site): _short(own) for site, own in event.by_site.items()}:
+                    over["own"] = {place: own for place, own in by_site.items() if place < MOST_SITES}
+            case e.PeersAgreed():
+                self._after(event)
             case e.Stepped():
                 self.steps.put({k: short(v) for k, v in event.fields().items() if v is not None}, self.tick)
             case e.PrivacySpent():
@@ -222,17 +227,18 @@ class History:
                 told[how] = [self._place(site) for site in sites]
         self._change(end=round(event.time, 3), **{k: v for k, v in told.items() if v or v == 0})
 
-    def _evaluated(self, event: e.Evaluated) -> None:
+    def _after(self, event: e.Evaluated | e.PeersAgreed) -> Row:
+        """The row of a round that is over, with the bytes that were moved after it."""
         at = next((i for i in range(len(self.rounds.rows) - 1, -1, -1)
                    if self.rounds.rows[i]["n"] == event.round), None)  # fmt: skip
         if at is None:
             self.rounds.put({"n": event.round, "t": round(event.time, 3), "by": {}}, self.tick)
             at = len(self.rounds.rows) - 1
         row = self.rounds.rows[at]
-        row["metrics"] = _short(event.metrics)
-        if by_site := {self._place(site): _short(own) for site, own in event.by_site.items()}:
-            row["own"] = {place: own for place, own in by_site.items() if place < MOST_SITES}
+        row["in"] = row.get("in", 0) + event.bytes_in
+        row["out"] = row.get("out", 0) + event.bytes_out
         self.rounds.touched(at, self.tick)
+        return row
 
     def _change(self, **told: Any) -> None:
         if self.rounds.rows:

@@ -104,7 +104,8 @@ class LogReader(threading.Thread):
         """What a browser lacks of a run that it has up to `tick`, and up to where it has it then."""
         with self.lock:
             run = self.runs[name]
-            head = run.history.head(time.time(), run.state) | {"machine": self.machine}
+            machine = self.machine if run.state == "running" else {}  # else it tells of other work
+            head = run.history.head(time.time(), run.state) | {"machine": machine}
             found = [{"head": head}, *run.history.since(tick), {"about": run.about | {"run": name}}]
             return run.history.tick, [msgspec.json.encode(message) for message in found]
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, cast
 
 from .. import events
 from ..arena import AnyArena, Arena
@@ -21,6 +21,7 @@ from ..config import Config
 from ..digest import seed_of, settings_digest
 from ..errors import ConfigError
 from ..events import Emit, Record
+from ..exchange import Traffic
 from ..fairness import SERVER, joined, over_sites, split
 from ..messages import Metrics, SiteId, averages
 from ..store import AGREED, Checkpoint, RoundPlan, RunStore
@@ -53,23 +54,12 @@ class Result:
     own_model: bool = False  # of a peer that was to agree with others on one model, and ended with its own
 
 
-class Traffic(Protocol):
-    """What counts the bytes that it moves: a cohort, a peer's neighbours."""
-
-    @property
-    def bytes_in(self) -> int: ...
-    @property
-    def bytes_out(self) -> int: ...
-
-
 class Lap:
-    """The time since a round began, and the bytes that were moved in it."""
+    """The time since a round began."""
 
-    def __init__(self, traffic: Traffic | None = None, *, before_s: float = 0.0) -> None:
-        """`traffic`: None where a round's bytes are not counted. `before_s`: what the round took before the
-        process that goes on with it."""
-        self._traffic, self._began_s = traffic, time.monotonic() - before_s
-        self._before = (0, 0) if traffic is None else (traffic.bytes_in, traffic.bytes_out)
+    def __init__(self, before_s: float = 0.0) -> None:
+        """`before_s`: what the round took before the process that goes on with it."""
+        self._began_s = time.monotonic() - before_s
 
     @property
     def seconds(self) -> float:
@@ -77,11 +67,7 @@ class Lap:
 
     def record(self, metrics: Mapping[str, float], sites: int) -> Record:
         """The round's record: what `sites` found in training, and what it took until now."""
-        record = Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=self.seconds)
-        if self._traffic is not None:
-            record["bytes_in"] = self._traffic.bytes_in - self._before[0]
-            record["bytes_out"] = self._traffic.bytes_out - self._before[1]
-        return record
+        return Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=self.seconds)
 
 
 @dataclass
@@ -114,6 +100,8 @@ class Journal:
         self.noise = KnownNoise(config, emit)
         self.config, self.emit, self.clock = config, self.noise.emit, clock
         self.over: str | None = None  # why the run is over, once its model is exported
+        self.traffic: Traffic | None = None  # whose bytes are counted, all from 0 on
+        self._counted = 0, 0  # of them: bytes in and out that an event has
         self._store, self._common = store, common
 
     @property
@@ -153,6 +141,14 @@ class Journal:
 
     # --- a round
 
+    def _moved(self) -> dict[str, int]:
+        """Bytes in and out since the last event that counts them: each byte is in one event."""
+        if (traffic := self.traffic) is None:
+            return {}
+        before, self._counted = self._counted, (traffic.bytes_in, traffic.bytes_out)
+        moved = self._counted[0] - before[0], self._counted[1] - before[1]
+        return dict(zip(("bytes_in", "bytes_out"), moved, strict=True))
+
     def waiting(self, need: int, have: int | None = None) -> None:
         """Say that the next round begins when `need` sites are there."""
         self.emit(events.Waiting(need=need, have=have))
@@ -181,6 +177,7 @@ class Journal:
         suspects: Any = None,
     ) -> None:
         """Make a round the last one, and say so. The other arguments are RunStore.commit's."""
+        record = cast(Record, {**record, **self._moved()})
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
         began = time.perf_counter()
@@ -207,10 +204,9 @@ class Journal:
         made = Checkpoint(max(1, after.round), model, after.state | kept)
         record = self.store.rounds()[-1].record
         self.store.commit(made, {**record, "models": made_of.models, "of": made_of.of})
-        cost = lap.record({}, 0)
         self.emit(events.PeersAgreed(
             round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
-            seconds=cost["seconds"], bytes_in=cost.get("bytes_in", 0), bytes_out=cost.get("bytes_out", 0),
+            seconds=lap.seconds, **self._moved(),
         ))  # fmt: skip
         return made
 
@@ -256,7 +252,7 @@ class Journal:
         if not metrics:
             self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
             return metrics
-        self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
+        self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site, **self._moved()))
         if best:
             better = ("higher", "lower")[bool(self.config.evaluate.lower(metric))]
             self.emit(events.Best(round=number, metric=metric, value=value, better=better))

@@ -163,13 +163,10 @@ class Board:
             case e.Stepped():
                 self.step = event
             case e.Evaluated():
-                if row := self.history.get(event.round):
-                    self.history[event.round] = replace(row, metrics=event.metrics)
+                self._add(event)
                 self._end("evaluating")
             case e.PeersAgreed():
-                if row := self.history.get(event.round):  # it is part of what the run cost
-                    moved = row.bytes_in + event.bytes_in, row.bytes_out + event.bytes_out
-                    self.history[event.round] = replace(row, bytes_in=moved[0], bytes_out=moved[1])
+                self._add(event)
                 self.notices.append(agreement(event))
             case e.PrivacySpent():
                 self.spent = event
@@ -214,6 +211,14 @@ class Board:
         if self._mark is not None:
             self._paces.append(event.time - self._mark)
         self._mark = event.time
+
+    def _add(self, event: e.Evaluated | e.PeersAgreed) -> None:
+        """Add what followed a round: its metrics, and the bytes, which are part of what the round cost."""
+        if row := self.history.get(event.round):
+            metrics = event.metrics if isinstance(event, e.Evaluated) else row.metrics
+            moved_in, moved_out = row.bytes_in + event.bytes_in, row.bytes_out + event.bytes_out
+            added = replace(row, metrics=metrics, bytes_in=moved_in, bytes_out=moved_out)
+            self.history[event.round] = added
 
     def _end(self, *states: str) -> None:
         for row in self.sites.values():

@@ -38,7 +38,7 @@ class Meter:
         if anew:
             self._round: Sums = [*NONE]
             self._before_s = 0.0
-        self._lap, self._unread = Lap(before_s=self._before_s), list[tuple[torch.Tensor, Number, Number]]()
+        self._lap, self._unread = Lap(self._before_s), list[tuple[torch.Tensor, Number, Number]]()
         self._begin_event()
 
     def _begin_event(self) -> None:

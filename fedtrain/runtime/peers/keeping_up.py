@@ -146,7 +146,7 @@ async def agree(
         peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called,
         turns_of(len(roster.peers())), config.network.idle / PATIENCE,
     )  # fmt: skip
-    last, lap = journal.store.latest(), Lap(neighbors)
+    last, lap = journal.store.latest(), Lap()
     if last is None or last.round != peer.round:  # it took another's, and no round of its own followed
         last = checkpoint_of(peer)
         journal.store.commit(last, {})

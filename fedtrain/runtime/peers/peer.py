@@ -195,6 +195,7 @@ async def _rounds(
     initial: Arena,
 ) -> Result:  # fmt: skip
     config, checkpoint = journal.config, journal.store.latest()
+    journal.traffic = neighbors
     journal.start("peer", len(roster.peers()), checkpoint.round if checkpoint else 0)
     if checkpoint is not None:
         peer.go_on(checkpoint)
@@ -221,7 +222,7 @@ async def _rounds(
         reason = why_end(peer, neighbors, roster, config.run.rounds, reason, to_agree)
         if reason is not None:
             break
-        lap, view = Lap(neighbors), neighbors.view()
+        lap, view = Lap(), neighbors.view()
         apart = tell_apart(journal.emit, view, roster, apart)
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
         members, epoch = alive(neighbors, roster)

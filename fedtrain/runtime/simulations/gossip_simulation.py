@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,6 +109,19 @@ async def simulate(
         return result
 
 
+@dataclass(frozen=True)
+class _BetweenPeers:
+    """What all peers move: each byte goes out at one and comes in at another."""
+
+    peers: Collection[Peer]
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(peer.bytes_out for peer in self.peers)
+
+    bytes_in = bytes_out
+
+
 async def _rounds(
     journal: Journal,
     graph: Topology,
@@ -117,6 +131,7 @@ async def _rounds(
     initial: Arena,
 ) -> Result:
     config, store = journal.config, journal.store
+    journal.traffic = _BetweenPeers(peers.values())
     checkpoint = store.latest()
     number = 0 if checkpoint is None else checkpoint.round
     journal.start("gossip", len(peers), number)
@@ -143,7 +158,7 @@ async def _rounds(
                 if checkpoint.weights.digest != before.weights.digest:
                     _evaluate(journal, bench, checkpoint)
             return journal.result(number, reason)
-        lap, sent = Lap(), sum(peer.bytes_out for peer in peers.values())
+        lap = Lap()
         journal.round_started(number, list(peers))
         steps = await _steps(config, graph, peers, pace, number)
         number += 1
@@ -157,8 +172,6 @@ async def _rounds(
         metrics["disagreement"] = disagreement(peers, checkpoint)
         metrics["moved"] = math.sqrt(sum(float(peer._now[1]) for peer in peers.values()) / len(peers))
         record = lap.record(metrics, len({name for name, _ in steps}))
-        record["bytes_in"] = sum(peer.bytes_out for peer in peers.values()) - sent
-        record["bytes_out"] = record["bytes_in"]
         record["doubted"] = doubted([told for _, told in steps])
         journal.commit(checkpoint, record)
 

@@ -126,7 +126,7 @@ class Loop:
         self._counted, self._norms = store.counted(), dict[str, float]()  # of updates, by name_of
         self._evaluating: Evaluating | None = None
         self._attempt = 1  # of the next version: how often all sites were asked for it
-        self._lap = Lap(cohort)
+        self._lap, journal.traffic = Lap(), cohort
 
     async def run(self, newest: Checkpoint) -> Result:
         config, journal, asks = self._config, self._journal, self._asks
@@ -309,7 +309,7 @@ class Loop:
         after = await in_thread(nbytes, compressed.shortened, self._config, before, after)
         prepared = await in_thread(nbytes, self._store.prepare, after)
         self._journal.commit(after, record, prepared)
-        self._newest, self._lap, self._attempt = self._store.on_disk(after), Lap(self._cohort), 1
+        self._newest, self._lap, self._attempt = self._store.on_disk(after), Lap(), 1
         self._buffer, self._norms = [], {}
         self._forget_lost()
 

@@ -54,7 +54,7 @@ async def run(
     `at_server`: what a model is worth on data that the server holds.
     """
     cohort, need = answers.cohort, journal.config.strategy.min_sites
-    noise = central_noise(journal, strategy)
+    noise, journal.traffic = central_noise(journal, strategy), cohort
     checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
     while True:
         number = checkpoint.round
@@ -208,7 +208,7 @@ async def searched(
 ) -> tuple[Checkpoint, Record, Sequence[SiteId], Suspects | None]:  # fmt: skip
     """As federated_round; and who is suspected then, where the round tells something of it. When all of its
     sums were spoiled, the next model is the same but for a bit."""
-    inside, lap = list[SiteId](), Lap(answers.cohort)
+    inside, lap = list[SiteId](), Lap()
     try:
         after, record, mean = await federated_round(answers, plan, strategy, checkpoint, seed, noise)
         inside, good, spoiled = [*mean.sites], mean.summed, mean.spoiled
@@ -256,7 +256,7 @@ async def federated_round(
 ) -> tuple[Checkpoint, Record, Aggregate]:  # fmt: skip
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and what the sites found."""
-    lap = Lap(answers.cohort)
+    lap = Lap()
     plan = replace(plan, last=last(checkpoint.weights.schema.model, checkpoint.state))
     mean = await answers.train(plan, checkpoint.weights)
     if noise is not None:

@@ -74,6 +74,10 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
                 found[f"round/{name}"] = getattr(event, name)
         case e.Evaluated():
             at, found = event.round, {f"eval/{name}": value for name, value in event.metrics.items()}
+            found |= {
+                "round/evaluation_bytes_in": event.bytes_in,
+                "round/evaluation_bytes_out": event.bytes_out,
+            }
             for site, own in event.by_site.items():
                 found |= {f"site/{site}/eval/{name}": value for name, value in own.items()}
         case e.UpdateReceived():

@@ -52,6 +52,9 @@ class Prometheus:
     def __call__(self, event: Event) -> None:
         """Take one event in, in the order in which they were written."""
         self._set("last_event_timestamp_seconds", event.time)
+        if isinstance(event, e.RoundCommitted | e.Evaluated | e.PeersAgreed):
+            self._count("bytes_total", event.bytes_in, direction="in")
+            self._count("bytes_total", event.bytes_out, direction="out")
         match event:
             case e.RunStarted():
                 self._set("rounds", event.rounds)
@@ -71,12 +74,7 @@ class Prometheus:
                 self._set("round_seconds", event.seconds)
                 self._set("commit_seconds", event.commit_s)
                 self._set("round_sites", event.sites)
-                self._count("bytes_total", event.bytes_in, direction="in")
-                self._count("bytes_total", event.bytes_out, direction="out")
                 self._metrics("trained_metric", event.metrics)
-            case e.PeersAgreed():
-                self._count("bytes_total", event.bytes_in, direction="in")
-                self._count("bytes_total", event.bytes_out, direction="out")
             case e.Evaluated():
                 self._metrics("metric", event.metrics)
                 for site, own in event.by_site.items():
