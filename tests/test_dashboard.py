@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from fedtrain import events as e
 from fedtrain.cli import cli
-from fedtrain.dashboard import page
-from fedtrain.dashboard.history import History
+from fedtrain.contrib.dashboard import page
+from fedtrain.contrib.dashboard.history import History
 from fedtrain.tracking.log import read
 from tests.logs import SCRIPT, datacenter, federation, rounds, write
 
@@ -134,7 +134,7 @@ def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fedtrain.toml").write_text('[run]\ntask = "task:T"\n')
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "fedtrain.dashboard.server", raising=False)
+    monkeypatch.delitem(sys.modules, "fedtrain.contrib.dashboard.server", raising=False)
     done = CliRunner().invoke(cli, ["dashboard"])
     assert done.exit_code == 1
     assert "pip install 'fedtrain[dashboard]'" in done.output

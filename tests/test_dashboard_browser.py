@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fedtrain.dashboard.page import report
+from fedtrain.contrib.dashboard.page import report
 from tests.limits import WAIT_S
 from tests.logs import SCRIPT, datacenter, federation, rounds, write
 
@@ -74,7 +74,7 @@ def axe(tmp_path_factory):
 @contextmanager
 def serving(*folders):
     """The address of a dashboard of these run directories."""
-    from fedtrain.dashboard import server
+    from fedtrain.contrib.dashboard import server
 
     address = threading.Event(), []
 

@@ -39,7 +39,7 @@ def anchors(path):
 def commands():
     """Every command as its words: "simulate", "certs init"."""
     found = {}
-    for name, command in cli.commands.items():
+    for name, command in ((name, cli.get_command(None, name)) for name in cli.list_commands(None)):
         found[name] = command
         if isinstance(command, click.Group):
             found |= {f"{name} {inner}": each for inner, each in command.commands.items()}

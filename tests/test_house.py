@@ -1,4 +1,4 @@
-"""The house in numbers (ARCHITECTURE.md). Limits only fall: whoever lowers a number lowers its limit."""
+"""Numbers of the package that the caps of CI (.ci/run) don't count. Limits only fall."""
 
 import ast
 from collections import defaultdict
@@ -10,7 +10,6 @@ import fedtrain
 from tests.conftest import TOGETHER
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 61395  # 48,564 before gossip among institutions, findable faults, tools to look at runs
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
@@ -23,12 +22,6 @@ NAMES_WITH_TWO_MEANINGS = 5
 # ... of places that spell them
 DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other
-ENGINES = [
-    f"training/{n}.py"
-    for n in ("engine", "local", "stacked", "stacks", "traced", "optimizers", "precision", "mesh")
-]
-ENGINES += [f"training/parallel/{name}.py" for name in ("engine", "data", "pipeline")]
-ENGINE_LINES = 2782  # 2,045 before stacks of unequal sites, dropout, kept traces, compile, stages asked
 CIRCLES = 0
 # the events of a run itself: each is emitted in one place
 RUN_EVENTS = {
@@ -126,10 +119,6 @@ def emitted() -> dict[str, list[str]]:
     return places
 
 
-def test_the_package_has_not_grown():
-    assert sum(lines_of(ROOT).values()) <= PACKAGE_LINES
-
-
 def test_few_files_are_long():
     assert len(long := {p: n for p, n in lines_of(ROOT).items() if n > LONG_FILE}) <= LONG_FILES, long
     runtime = {p: n for p, n in lines_of(ROOT / "runtime").items() if n > RUNTIME_FILE}
@@ -180,11 +169,6 @@ def test_one_place_takes_optimizer_steps():
     }
     assert {place.split(":")[0] for place in loops} == {"fedtrain.training.engine"}, loops
     assert len(loops) == 2, loops
-
-
-def test_engines_and_optimizers_stay_small():
-    """1,911 lines when there were three step loops, without the loss scale."""
-    assert sum(lines_of(ROOT)[name] for name in ENGINES) <= ENGINE_LINES
 
 
 def test_the_files_whose_slow_tests_share_a_worker_are_there():

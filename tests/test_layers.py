@@ -42,14 +42,14 @@ MAY_IMPORT = {
     "store": BOTTOM,
     "pki": BOTTOM,
     "tracking": BOTTOM | {"store"},
-    "dashboard": BOTTOM | {"store", "topology", "tracking"},
+    "contrib": BOTTOM | {"cli", "store", "topology", "tracking"},
     "wire": BOTTOM,
     "metrics": BOTTOM,
     "transport": BOTTOM | {"wire"},
     "runtime": EVERYTHING,
     "results": EVERYTHING,
     "api": EVERYTHING | {"results"},
-    "cli": EVERYTHING | {"api", "dashboard"},
+    "cli": EVERYTHING | {"api"},
     "__main__": EVERYTHING | {"cli"},
     "__init__": EVERYTHING | {"api", "results"},  # names only: what they load is tested below
 }

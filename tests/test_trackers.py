@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from fedtrain import events as e
 from fedtrain.cli import cli
+from fedtrain.contrib.dashboard.prometheus import Prometheus, exposition
 from fedtrain.errors import ConfigError
 from fedtrain.tracking.log import read
 from fedtrain.tracking.trackers import Telling, scalars, tracker_of
-from fedtrain.tracking.trackers.prometheus import Prometheus, exposition
 from tests.logs import SCRIPT, datacenter, federation, rounds, write
 
 OWN = """

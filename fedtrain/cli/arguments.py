@@ -20,6 +20,8 @@ import click
 from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
     from ..events import Emit
     from ..runtime.journal import Result
 
@@ -118,6 +120,25 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+
+class MainCommands(Commands):
+    """The same, then those of fedtrain/contrib and of other installed packages: entry points of the group
+    "fedtrain.commands"."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands, *_contributed().names]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in self.commands or name not in (found := _contributed()).names:
+            return self.commands.get(name)
+        return cast(click.Command, found[name].load())
+
+
+def _contributed() -> EntryPoints:
+    from importlib.metadata import entry_points  # not for the commands that are here
+
+    return entry_points(group="fedtrain.commands")
 
 
 def ends() -> list[signal.Signals]:

@@ -21,7 +21,7 @@ from .. import __version__
 from ..errors import writing
 from .arguments import (
     STOP_S,
-    Commands,
+    MainCommands,
     as_json,
     begin_with,
     code_of_peer,
@@ -49,7 +49,6 @@ from .output import (
     row_of_the_table,
     short,
 )
-from .pages import dashboard, report
 from .policies import policy, task
 from .projects import new
 from .sweeping import doctor, sweep
@@ -69,7 +68,7 @@ Quick start:
 
 
 @click.group(
-    cls=Commands, invoke_without_command=True, epilog=QUICK_START,
+    cls=MainCommands, invoke_without_command=True, epilog=QUICK_START,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 @click.version_option(__version__, message="fedtrain %(version)s")
@@ -353,7 +352,7 @@ def runs(config: Config, json: bool) -> None:
         click.echo(f"No run in {short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
 
 
-for each in (doctor, compare, report, dashboard, track):
+for each in (doctor, compare, track):
     cli.add_command(each)
 
 

@@ -12,7 +12,7 @@ import fedtrain
 from fedtrain import events as e
 from fedtrain.arena import Arena
 from fedtrain.config import Config
-from fedtrain.dashboard.history import History
+from fedtrain.contrib.dashboard.history import History
 from fedtrain.runtime.journal import Journal, Lap
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.tracking.board import Board

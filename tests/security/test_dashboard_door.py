@@ -13,7 +13,7 @@ from tests.logs import federation, write
 
 pytest.importorskip("starlette")
 
-from fedtrain.dashboard import server
+from fedtrain.contrib.dashboard import server
 
 TOKEN = "a token of some length"
 OURS = "127.0.0.1:8500"

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from .. import events as e
-from ..events import Averages, Event
-from ..messages import SiteId
-from ..tracking.board import Board
-from ..tracking.live import line
+from ... import events as e
+from ...events import Averages, Event
+from ...messages import SiteId
+from ...tracking.board import Board
+from ...tracking.live import line
 
 MOST_LINES = 400_000  # of the log, held in memory; older ones make way
 MOST_SITES = 500  # whose rounds are drawn; others are counted

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import FedtrainError
-from ..messages import SiteId
-from ..topology import own_in, parse
-from ..tracking.comparison import settings_of
+from ...errors import FedtrainError
+from ...messages import SiteId
+from ...topology import own_in, parse
+from ...tracking.comparison import settings_of
 from .history import History
 
 MOST_PEERS = 200  # whose graph is drawn

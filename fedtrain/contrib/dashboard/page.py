@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..tracking.log import read, running
+from ...tracking.log import read, running
 from .about import about
 from .history import History
 

@@ -26,12 +26,12 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..events import AnyEvent
-from ..tracking import log
-from ..tracking.trackers.prometheus import Prometheus, exposition
+from ...events import AnyEvent
+from ...tracking import log
 from .about import Machine, about
 from .history import History
 from .page import POLICY, asset, served, state_of
+from .prometheus import Prometheus, exposition
 
 COOKIE = "fedtrain"
 LOOK_S = 0.5  # between two looks at the logs, and two messages

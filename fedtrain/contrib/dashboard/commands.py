@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ConfigError, writing
-from .arguments import Command, with_config
-from .output import short
+from ...cli.arguments import Command, with_config
+from ...cli.output import short
+from ...errors import ConfigError, writing
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from ...config import Config
 
 NEWEST = 30  # runs that a dashboard shows which was told none
 VARIABLE = "FEDTRAIN_DASHBOARD_TOKEN"
@@ -27,7 +27,7 @@ VARIABLE = "FEDTRAIN_DASHBOARD_TOKEN"
               help="The file to write; without it, RUN.html.")  # fmt: skip
 def report(config: Config, run: tuple[str, ...], out: Path | None) -> None:
     """Write runs (without RUN, the newest) as one HTML file."""
-    from ..dashboard.page import report
+    from .page import report
 
     folders = _folders(config, run, 1)
     path = out or Path(f"{folders[0].name}.html")
@@ -48,7 +48,7 @@ def report(config: Config, run: tuple[str, ...], out: Path | None) -> None:
 def dashboard(config: Config, run: tuple[str, ...], listen: str, tls: tuple[Path, Path] | None) -> None:
     """Serve runs (without RUN, the newest 30) as a live page."""
     try:
-        from ..dashboard.server import serve
+        from .server import serve
     except ModuleNotFoundError as e:
         raise ConfigError(
             f"fedtrain dashboard needs {e.name}: pip install 'fedtrain[dashboard]'. `fedtrain report` writes "
@@ -75,8 +75,8 @@ def dashboard(config: Config, run: tuple[str, ...], listen: str, tls: tuple[Path
 
 def _folders(config: Config, names: Sequence[str], newest: int) -> list[Path]:
     """The directories of the runs that were named; of none, the newest so many of the project."""
-    from ..tracking.runs import find
-    from ..tracking.runs import newest as newest_of
+    from ...tracking.runs import find
+    from ...tracking.runs import newest as newest_of
 
     runs = config.root / config.run.dir
     if not names and newest == 1:

@@ -1,0 +1,1 @@
+"""Optional parts. pyproject.toml names each as an entry point; no other part of fedtrain imports them."""
