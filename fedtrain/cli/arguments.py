@@ -127,7 +127,7 @@ class MainCommands(Commands):
     "fedtrain.commands"."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, *_contributed().names]
+        return [*self.commands, *sorted(_contributed().names)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in self.commands or name not in (found := _contributed()).names:

@@ -7,7 +7,6 @@ the digest of the module's source covers all values. The module lies in `__fedtr
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
@@ -36,7 +35,7 @@ ATOMS = {bool, int, float, str, bytes, NoneType, EllipsisType}
 LONG = 4096  # bytes, or items of a list: more lie in a file
 CELL = re.compile(r"ipykernel_|<ipython-input-")  # in the name that IPython gives to the source of a cell
 DRAWN_FROM = re.compile(r"numpy\.random\..+|random\.\w*Random|torch\._C\.Generator")  # types
-FUTURE = __future__.annotations.compiler_flag
+FUTURE = annotations.compiler_flag  # of code under that import
 
 
 class Unsendable(Exception):
