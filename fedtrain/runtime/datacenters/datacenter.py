@@ -106,7 +106,6 @@ class Datacenter:
         strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
         if strategy is not None:
             check_islands(config, strategy)
-            strategy.check(config.train)
         as_sites = strategy is not None and bool(beyond(strategy))
         self.correct = strategy.correct if strategy is not None and corrects(strategy) else None
         self.afresh = self.islands and not config.parallel.carry

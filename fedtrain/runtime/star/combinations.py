@@ -70,7 +70,9 @@ def keeps_state(strategy: Strategy) -> bool:
 
 
 def check_islands(config: Config, strategy: Strategy) -> None:
-    """ConfigError for a strategy that is more than a step and a correction, where islands are no sites."""
+    """ConfigError for a strategy that is more than a step and a correction, where islands are no sites, and
+    for one whose own check() refuses [train]."""
+    strategy.check(config.train)
     if not (reasons := beyond(strategy)):
         return
     parallel, why = config.parallel, f"{config.strategy.kind} {reasons[0]}"
