@@ -56,8 +56,9 @@ class Case:
             "secagg": {"enabled": self.secure},
             "strategy": {"fraction": (self.drawn or self.sites) / self.sites},
             "simulate": {
-                "sites": self.sites, "workers": workers, "engine": self.engine,
+                "workers": workers, "engine": self.engine,
                 "examples": self.examples if self.draw else 0,
+                **({"sites": self.sites} if self.spread is None else {}),  # else they are the task's own
             },
         }  # fmt: skip
 

@@ -243,7 +243,7 @@ def test_what_is_not_trained_is_no_way_around_them(before):
         (["nnm:g=1"], r"aggregation.g: nnm has no such option. It has f\."),
         (["nnm:1,2"], r"aggregation.before: 'nnm:1,2' has more options than nnm, which has f\."),
         (["nnm:-1"], "aggregation.before.f: -1 must be 0 or more"),
-        (["nnm:1.5"], "aggregation.before.f = 1.5"),
+        (["nnm:1.5"], "aggregation.before.f must be a whole number, got 1.5"),
         (["bucketing:0"], "aggregation.before.s: 0 must be 1 or more"),
         (["clip"], "aggregation.before.norm: is required"),
         (["clip:0"], "aggregation.before.norm: 0.0 must be positive"),
@@ -255,7 +255,7 @@ def test_a_wrong_one_is_refused_and_the_message_says_what_to_write(before, messa
 
 
 def test_the_key_is_a_list(tmp_path):
-    with pytest.raises(ConfigError, match=r"aggregation\.before = 'nnm:1'"):
+    with pytest.raises(ConfigError, match=r"aggregation\.before must be a list in \[ \], got 'nnm:1'"):
         config(tmp_path, aggregation={"before": "nnm:1"})
     config(tmp_path, aggregation={"before": ["nnm:1"]})
 

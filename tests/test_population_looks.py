@@ -106,15 +106,14 @@ def test_sites_under_masks_are_held_for_a_round_and_not_for_ever(tmp_path, monke
         return found
 
     monkeypatch.setattr(simulated_masks.MaskedCohort, "_site", noted)
-    config = configured(
-        tmp_path, **{**FEW, "run": {**FEW["run"], "rounds": 3}}, secagg={"enabled": True},
-        simulate={"masks": True}, evaluate={"every": 0},
-    )  # fmt: skip
+    sections = {
+        **FEW,
+        "run": {**FEW["run"], "rounds": 3},
+        "secagg": {"enabled": True},
+        "evaluate": {"every": 0},
+    }
+    config = configured(tmp_path, **sections | {"simulate": {**FEW["simulate"], "masks": True}})
     _, digest, counted = run(config)
     assert len(counted) == 30
     assert max(held) <= (15, 15)
-    plain = configured(
-        tmp_path / "plain", **{**FEW, "run": {**FEW["run"], "rounds": 3}}, secagg={"enabled": True},
-        evaluate={"every": 0},
-    )  # fmt: skip
-    assert run(plain)[1] == digest
+    assert run(configured(tmp_path / "plain", **sections))[1] == digest

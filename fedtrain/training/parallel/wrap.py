@@ -295,7 +295,8 @@ class ReachedParameters:
     def __init__(self, roots: Sequence[nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
         """`roots`: see data_parallel."""
         # A schedule that computes gradients in halves adds them to .grad by itself.
-        self._hook = "register_hook" if config.schedule in HALVES else "register_post_accumulate_grad_hook"
+        halves = mesh.sizes.pp > 1 and config.schedule in HALVES
+        self._hook = "register_hook" if halves else "register_post_accumulate_grad_hook"
         # DDP, unless it looks for them, refuses a step that leaves parameters out.
         self._all = mesh.sizes.pp == mesh.sizes.tp == 1 and config.zero < 2 and not config.find_unused
         self.here: set[nn.Parameter] = set()  # those that a gradient arrived at, on this rank
