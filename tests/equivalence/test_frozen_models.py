@@ -41,8 +41,8 @@ FROZEN: dict[str, dict[str, str]] = {
     "AVX512 AuthenticAMD 25, torch 2.13.0": {
         "heart": "86dd818cdd5af8a0ce91fafe6dfb40a30a821f83a267daab1d9a625eea91f0b3",
         "heart-open": "a9e12897295b9678024e2ee742f2e3a81fc214c5c752220dc769f96b7c61e90b",
-        "digits": "a83d57b315c00ce798219dd093f02a5f124f520ccbbc4a60ecc91b372b26d595",
-        "digits-stacked": "7cd006b37228c72bd7c02effdc7257d82029d891d5441ae808b63d826f8f7a81",
+        "digits": "37fc7360f2e19c258066f234e519e1a368a5a2cf2df1ee2b6a11f3f3d53cb3ea",
+        "digits-stacked": "a0e933b52038a3f58da12b133bbc26ca4cdf02b1ce068de9a49f3f597cc853a4",
         "gossip": "cd046e4c2235931880df8391125307685ac11522907d123ace42aee6cbb25aa5",
         "shakespeare": "f83cc01f6383bffffa0dc17f7607996a941a64d95501313979cb2e7b3e4a22fb",
         "shakespeare-datacenter": "d660b204d3ba715b06c4618f12fa6226709b36548ee74f50adc2be33d66cef72",

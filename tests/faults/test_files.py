@@ -244,6 +244,9 @@ class Pool(LocalCohort):
     async def examples(self, site):
         return self.bench.examples(site)
 
+    async def partition_note(self):
+        return self.bench.partition_note()
+
     async def members(self, at_least):
         return self.description.sites
 
