@@ -27,8 +27,8 @@ from .disk import explained, private_folder, write_whole
 NEVER = -1  # in place of a round: no update of this site counted yet
 OTHER_DATA = (
     "round {}: the data of {} are not those of the rounds before (their number, shapes, types or values). "
-    "The run goes on with them; --fresh begins it anew. Where nobody changed them, data() gives others each "
-    "time: seed what it draws"
+    "The run goes on with them; --fresh begins it anew. If you changed nothing, data() gives other values "
+    "each time: seed what it draws"
 )
 TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
 
