@@ -189,7 +189,7 @@ def copy_whole(source: Path, path: Path) -> None:
 
 def is_shared(path: str | Path) -> bool:
     """Whether the file has several names, as `cp -al` makes them."""
-    return os.path.exists(path) and os.stat(path).st_nlink > 1
+    return os.path.isfile(path) and os.stat(path).st_nlink > 1
 
 
 def unshare(path: str | Path) -> None:

@@ -43,7 +43,7 @@ class RunFolder:
         again = "The run's own command makes it again."
         self._lock = None if read_only else lock(folder)
         try:
-            for each in () if read_only else (folder / "memory").glob("*"):  # no trainer has them open yet
+            for each in () if read_only else (folder / "memory").rglob("*"):  # no trainer has them open yet
                 unshare(each)
             self.db = Database(
                 folder / "run.db", tables, read_only=read_only, durable=durable,

@@ -279,7 +279,7 @@ def data_digest(data: Any) -> str:
         return ""
     columns = examples.columns if isinstance(examples, Tensors) else []
     found = zlib.crc32(repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode())
-    for column in (c.detach() for c in columns if c.layout is torch.strided):
+    for column in (c.detach() for c in columns if c.layout is torch.strided and c.numel()):
         rows = column[:: max(1, column.nbytes // SAMPLED_BYTES)].flatten()[:SAMPLED_BYTES].contiguous()
         found = zlib.crc32(rows.cpu().view(torch.uint8).numpy().tobytes(), found)
     return f"{found:08x}"

@@ -199,7 +199,9 @@ def by_hand(folder: Path, table: Table, steps: int) -> dict[str, torch.Tensor]:
 
 def simulated(folder: Path, table: Table) -> dict[str, torch.Tensor]:
     """What `fedtrain simulate` makes of it with two sites."""
-    table = {**table, "parallel": {}, "simulate": {"sites": 2, "workers": 1}, "secagg": {"enabled": False}}
+    natural = load_task(table["run"]["task"], folder).sites() is not None
+    dealt = {"workers": 1} | ({} if natural else {"sites": 2})
+    table = {**table, "parallel": {}, "simulate": dealt, "secagg": {"enabled": False}}
     table |= {"run": {**table["run"], "name": "simulated"}, "strategy": {**table["strategy"], "min_sites": 2}}
     config = Config.of(table, folder)
     result = asyncio.run(simulate(config, emit=silent, fresh=True))
