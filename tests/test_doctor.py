@@ -404,7 +404,7 @@ def test_a_task_that_is_shut_in_by_less_than_was_asked_for_is_one_to_look_at(pro
         return bench
 
     made = workbench.Workbench
-    monkeypatch.setattr("tests.inline.Workbench", less)
+    monkeypatch.setattr(sys.modules["tests.inline"], "Workbench", less)
     assert ask("north")[1]["confinement"]["state"] == "look"
 
 

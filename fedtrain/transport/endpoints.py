@@ -16,11 +16,10 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
@@ -235,9 +234,10 @@ class RemoteCohort:
 
     async def _session(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site = self._caller(certificate)
+        self._end.greets[site] += 1  # until its Hello is answered: stop() waits for that
         try:
-            with self._greeting(site):
-                first = await in_time(asyncio.ensure_future(stream.read()))
+            self._check_joins(site)
+            first = await in_time(asyncio.ensure_future(stream.read()))
             if first is None:  # the site left as it came
                 return
             self._check_size(site, len(first))
@@ -250,8 +250,10 @@ class RemoteCohort:
             reason = str(e) or f"no Hello within {HELLO_S:g} s"
             refused = self._end.refuse(site, reason, final=isinstance(e, JoinRefused))
             await stream.write(encode(refused))
-            self._sessions_changed()  # now: stop() may close everything when nobody is left to be told
             return
+        finally:
+            self._end.greets[site] -= 1
+            self._sessions_changed()
         outbox: asyncio.Queue[frames.FromAggregator | None] = asyncio.Queue()
         session = self._end.join(
             site, hello.process, outbox.put_nowait, *self._prove(site, hello.nonce), now=now
@@ -272,20 +274,13 @@ class RemoteCohort:
             self._end.lose(session, asyncio.get_running_loop().time())
             self._sessions_changed()
 
-    @contextmanager
-    def _greeting(self, site: SiteId) -> Iterator[None]:
-        """The block reads a Hello of the site. BadUpdate, before a byte of it, where it joins too often."""
-        if self._joins.wait_s(site, asyncio.get_running_loop().time()) or self._end.greets[site] >= GREETS:
+    def _check_joins(self, site: SiteId) -> None:
+        """BadUpdate, before a byte of its Hello is read, where a site joins too often."""
+        if self._joins.wait_s(site, asyncio.get_running_loop().time()) or self._end.greets[site] > GREETS:
             raise BadUpdate(
                 f"it joins too often: at most {JOINS} times at once, then every {JOIN_S:g} s. Stop its other "
                 f"processes; if there are none, its key was copied: revoke its certificate"
             )
-        self._end.greets[site] += 1
-        try:
-            yield
-        finally:
-            self._end.greets[site] -= 1
-            self._sessions_changed()
 
     def _check_size(self, site: SiteId, nbytes: int) -> None:
         """JoinRefused for a site whose Hello has `nbytes` of another model."""
