@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import socketserver
+import sys
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
