@@ -3,6 +3,8 @@ and restarts; and what its formula says where it becomes another one."""
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -178,7 +180,7 @@ def test_cyclic(tmp_path):
 
 
 def test_scaffold_with_one_site_is_sgd(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.toy.Toy.sites", lambda task: ["site3"])
+    monkeypatch.setattr(sys.modules["tests.toy"].Toy, "sites", lambda task: ["site3"])
     toys = run(tmp_path, "scaffold", {"clip": 4.0, "min_sites": 1}, share=0.0)
     w = initial()
     for round in range(10):
