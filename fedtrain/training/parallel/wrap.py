@@ -363,7 +363,7 @@ def laid_out(parameter: nn.Parameter) -> torch.Tensor:
         return found.to_dense()
     if is_dtensor(found) and found.placements != parameter.placements:  # type: ignore[attr-defined]  # a DTensor
         # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
-        return found.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        return found.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # a DTensor
     return found
 
 
