@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "store": BOTTOM,
     "pki": BOTTOM,
     "tracking": BOTTOM | {"store"},
-    "contrib": BOTTOM | {"cli", "store", "topology", "tracking"},
+    "contrib": BOTTOM | {"api", "cli", "store", "strategies", "topology", "tracking"},
     "wire": BOTTOM,
     "metrics": BOTTOM,
     "transport": BOTTOM | {"wire"},

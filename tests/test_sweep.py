@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from fedtrain.cli import cli
 from fedtrain.config import Config
+from fedtrain.contrib.sweep import trials as runs
 from fedtrain.errors import ConfigError
-from fedtrain.runtime import sweep as runs
 from tests.test_compare import TASK
 
 

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from fedtrain import events as e
 from fedtrain.cli import cli
 from fedtrain.contrib.dashboard.prometheus import Prometheus, exposition
+from fedtrain.contrib.trackers.base import Telling, scalars, tracker_of
 from fedtrain.errors import ConfigError
 from fedtrain.tracking.log import read
-from fedtrain.tracking.trackers import Telling, scalars, tracker_of
 from tests.logs import SCRIPT, datacenter, federation, rounds, write
 
 OWN = """
-from fedtrain.tracking.trackers import Tracker
+from fedtrain.contrib.trackers.base import Tracker
 
 class Lines(Tracker):
     def __call__(self, event):
@@ -89,7 +89,7 @@ def test_mlflow_reads_the_numbers_of_the_log(project, monkeypatch):
     assert (run.info.run_name, run.info.status) == ("clinic", "FINISHED")
     assert run.data.tags["fedtrain.mode"] == "federated"
     wanted = expected(project / "runs" / "clinic")
-    from fedtrain.tracking.trackers.mlflow import ODD
+    from fedtrain.contrib.trackers.mlflow import ODD
 
     for name, values in wanted.items():
         history = client.get_metric_history(run.info.run_id, ODD.sub("_", name))
@@ -163,7 +163,7 @@ def test_a_round_is_a_trace_with_a_span_for_each_phase_of_each_site(tmp_path):
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from fedtrain.tracking.trackers.opentelemetry import OpenTelemetry
+    from fedtrain.contrib.trackers.opentelemetry import OpenTelemetry
 
     events = write(tmp_path / "clinic", federation(sites=("north", "south")), every=1.0)
 
@@ -250,6 +250,6 @@ def test_a_tracker_that_is_not_there_says_what_to_install_or_to_write(project, m
         ("tensorboard", "tensorboard.compat.proto.event_pb2"),
     ):
         monkeypatch.setitem(sys.modules, missing, None)
-        monkeypatch.delitem(sys.modules, f"fedtrain.tracking.trackers.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"fedtrain.contrib.trackers.{name}", raising=False)
         with pytest.raises(ConfigError, match=rf"pip install 'fedtrain\[{name}\]'"):
             tracker_of(name, project)

@@ -37,7 +37,6 @@ from .arguments import (
 )
 from .audit import audit, verify
 from .certificates import certs, join
-from .comparing import compare
 from .output import (
     columns,
     print_evaluation,
@@ -50,9 +49,7 @@ from .output import (
     short,
 )
 from .policies import policy, task
-from .projects import new
-from .sweeping import doctor, sweep
-from .tracking import track
+from .projects import doctor, new
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -165,9 +162,6 @@ def topology(
         print_json(report)
     else:
         click.echo("\n".join(report.lines(parameters)))
-
-
-cli.add_command(sweep)
 
 
 # --- across machines
@@ -352,8 +346,7 @@ def runs(config: Config, json: bool) -> None:
         click.echo(f"No run in {short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
 
 
-for each in (doctor, compare, track):
-    cli.add_command(each)
+cli.add_command(doctor)
 
 
 @cli.command()

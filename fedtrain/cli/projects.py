@@ -1,15 +1,20 @@
-"""`fedtrain new`: a project from a template, with certificates for sites that are made up as its data is."""
+"""`fedtrain new`: a project from a template, with made-up sites. `fedtrain doctor`: checks of a project."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import ConfigError, writing
-from .arguments import Command
+from .arguments import Command, as_json, with_config, with_data
 from .certificates import begin_authority
+from .output import print_json
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @click.command(cls=Command)
@@ -36,3 +41,25 @@ def new(folder: Path, template: str) -> None:
     begin_authority(folder / "certs", name, made_up if peers else ["aggregator", *made_up])
     mode = " --mode gossip" if peers else ""
     click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate{mode}")
+
+
+@click.command(cls=Command)
+@click.argument("site", required=False)
+@with_config
+@as_json
+@with_data
+def doctor(config: Config, site: str | None, json: bool, data_dir: Path | None) -> None:
+    """Check this machine, the way to the aggregator and the data."""
+    from ..runtime.doctor import examined
+
+    signs, bad = {"good": "ok  ", "look": "look", "bad": "BAD "}, 0
+    for found in examined(config, site, data_dir):
+        bad += found.state == "bad"
+        if json:
+            print_json(found)
+            continue
+        click.echo(f"{signs[found.state]}  {found.check}: {found.said}")
+        if found.fix:
+            click.echo(f"      {found.fix}")
+    if bad:
+        click.get_current_context().exit(1)

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import COMMANDS, MACHINE, Config, Source
 from ..config.load import parsed
 from ..errors import ConfigError
-from ..tracking.comparison import meta_of
+from ..tracking.runs import meta_of
 from ..training.task import sources
 from .own_code import STAR, named_in
 

@@ -1,15 +1,17 @@
-"""Which runs a folder holds, from their events alone: a look never touches a run's database or its lock."""
+"""Runs that a folder holds, from their events alone, and the settings that each was begun with."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from ..errors import ConfigError, nearest
 from ..events import Averages
+from ..store import RunStore
 from .board import Board
 from .log import events_file, read, running
 
@@ -90,3 +92,19 @@ def _run_of(name: str, there: Collection[str]) -> str:
     """The run that a site's folder is of, where it is there; else the folder itself."""
     run, _, _ = name.partition("@")
     return run if run in there else name
+
+
+def meta_of(folder: Path) -> dict[str, Any]:
+    """What a run was begun with; {} of a directory without a store."""
+    if not (folder / "run.db").exists():
+        return {}
+    with closing(RunStore(folder, read_only=True)) as store:
+        return store.meta()
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """The settings that decide a run's model, as text; {} of a directory that has none."""
+    meta = meta_of(folder)
+    task = {"task (SHA-256)": meta["task_digest"]} if meta.get("task_digest") else {}
+    agreed: dict[str, str] = {k: v for k, v in meta.get("agreed", {}).items() if k != "run.name"}
+    return agreed | task

@@ -5,10 +5,10 @@ import pytest
 import fedtrain
 from fedtrain import modes
 from fedtrain.config import Config, EvaluateConfig
+from fedtrain.contrib.sweep import trials
 from fedtrain.errors import ConfigError
 from fedtrain.events import Best
 from fedtrain.fairness import is_cost, over_sites
-from fedtrain.runtime import sweep
 from fedtrain.tracking.board import Board
 from fedtrain.tracking.live import line
 from tests.toy import Toy
@@ -66,7 +66,7 @@ def test_the_direction_of_no_metric_is_guessed_later_either():
     with pytest.raises(ConfigError, match=r"evaluate\.mode"):
         EvaluateConfig(metric="utility").better(1.0, None)
     with pytest.raises(ConfigError, match=r"evaluate\.mode"):
-        sweep.ranked(Config.load(None, settings={"evaluate.metric": "utility"}), [])
+        trials.ranked(Config.load(None, settings={"evaluate.metric": "utility"}), [])
 
 
 def test_worst_sites_are_those_that_the_direction_says():

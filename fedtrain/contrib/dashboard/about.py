@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import FedtrainError
 from ...messages import SiteId
 from ...topology import own_in, parse
-from ...tracking.comparison import settings_of
+from ...tracking.runs import settings_of
 from .history import History
 
 MOST_PEERS = 200  # whose graph is drawn

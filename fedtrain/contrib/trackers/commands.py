@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .arguments import Command, with_config
+from ...cli.arguments import Command, with_config
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from ...config import Config
 
 
 @click.command(cls=Command)
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @click.option("--once", is_flag=True, help="Tell what is there, and end.")
 def track(config: Config, run: str | None, trackers: tuple[str, ...], once: bool) -> None:
     """Tell TensorBoard, MLflow or others of a run as it goes."""
-    from .. import events
-    from ..api import run_dir
-    from ..tracking import log
-    from ..tracking.trackers import tell
+    from ... import events
+    from ...api import run_dir
+    from ...tracking import log
+    from .base import tell
 
     folder, finished, told = run_dir(config, run), False, 0
     to = {name: where for name, _, where in (each.partition("=") for each in trackers)}

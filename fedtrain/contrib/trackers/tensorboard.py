@@ -12,7 +12,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from ...events import Event
-from . import Tracker, scalars
+from .base import Tracker, scalars
 
 
 class TensorBoard(Tracker):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from ..store import RunStore
-from .board import Board
-from .log import read
-from .runs import Summary, summary_of
+from ...tracking.board import Board
+from ...tracking.log import read
+from ...tracking.runs import Summary, meta_of, settings_of, summary_of
 
 CARRIED_OUT = ("parallel", "simulate")  # sections that a store has whole
 Column = list[str | None]  # a value of each run; None where a run has none
@@ -57,22 +54,6 @@ def _carried_out(folder: Path, deciding: Collection[str]) -> dict[str, str]:
     meta = meta_of(folder)
     found = {f"{of}.{key}": repr(v) for of in CARRIED_OUT for key, v in meta.get(of, {}).items()}
     return {key: value for key, value in found.items() if key not in deciding}
-
-
-def meta_of(folder: Path) -> dict[str, Any]:
-    """What a run was begun with; {} of a directory without a store."""
-    if not (folder / "run.db").exists():
-        return {}
-    with closing(RunStore(folder, read_only=True)) as store:
-        return store.meta()
-
-
-def settings_of(folder: Path) -> dict[str, str]:
-    """The settings that decide a run's model, as text; {} of a directory that has none."""
-    meta = meta_of(folder)
-    task = {"task (SHA-256)": meta["task_digest"]} if meta.get("task_digest") else {}
-    agreed: dict[str, str] = {k: v for k, v in meta.get("agreed", {}).items() if k != "run.name"}
-    return agreed | task
 
 
 def _cost(folder: Path) -> Cost:

@@ -19,7 +19,7 @@ import msgspec
 from ... import events as e
 from ...errors import ConfigError, nearest, writing
 from ...events import AnyEvent, Event
-from ..log import events_file
+from ...tracking.log import events_file
 
 TRACKERS = {
     "tensorboard": "tensorboard:TensorBoard",
@@ -99,7 +99,7 @@ def tracker_of(name: str, root: Path) -> type[Tracker]:
         raise ConfigError(f"there is no tracker {name!r}.{nearest(name, TRACKERS)} Yours is MODULE:CLASS.")
     try:
         if name in TRACKERS:
-            found = importlib.import_module(f".{module}", __name__)
+            found = importlib.import_module(f".{module}", __package__)
         else:
             sys.path.insert(0, str(root))
             found = importlib.import_module(module)

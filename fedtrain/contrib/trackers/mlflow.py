@@ -11,8 +11,8 @@ from mlflow.entities import Metric, Param, RunTag
 
 from ... import events as e
 from ...events import Event
-from ..comparison import settings_of
-from . import Tracker, scalars
+from ...tracking.runs import settings_of
+from .base import Tracker, scalars
 
 ODD = re.compile(r"[^\w\-. /]")  # MLflow takes no other characters in a name
 TEXT_CHARS = 500  # of a setting

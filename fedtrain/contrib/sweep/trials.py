@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from .. import modes, strategies
-from ..config import Config
-from ..errors import ConfigError
-from ..fairness import decided
-from ..tracking.log import events_file
-from ..tracking.runs import Summary, summary_of
+from ... import modes, strategies
+from ...config import Config
+from ...errors import ConfigError
+from ...fairness import decided
+from ...tracking.log import events_file
+from ...tracking.runs import Summary, summary_of
 
 LOOK_S = 0.1  # between two looks at processes
 TOLD = 300  # characters of what a failed trial said last

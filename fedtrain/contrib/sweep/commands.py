@@ -1,4 +1,4 @@
-"""`fedtrain sweep` and `fedtrain doctor`."""
+"""`fedtrain sweep`: simulations over many settings, and a table of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError, writing
-from .arguments import Command, as_json, with_config, with_data
-from .output import columns, print_json
+from ...cli.arguments import Command, as_json, with_config
+from ...cli.output import columns, print_json
+from ...errors import ConfigError, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..config import Config
-    from ..runtime.sweep import Tried
+    from ...config import Config
+    from .trials import Tried
 
 
 @click.command(cls=Command)
@@ -38,7 +38,7 @@ def sweep(
     jobs: int | None, png: Path | None,
 ) -> None:  # fmt: skip
     """Simulate with many settings, and tell which is best."""
-    from ..runtime import sweep as runs
+    from . import trials as runs
 
     if not grid and not drawn:
         raise click.UsageError("say over which settings: --grid train.lr=0.01,0.1, say.")
@@ -66,7 +66,7 @@ def sweep(
 
 
 def _table(metric: str, done: Sequence[Tried]) -> list[tuple[str, ...]]:
-    from ..tracking.live import number
+    from ...tracking.live import number
 
     keys = list(dict.fromkeys(key for each in done for key in each.settings))
     rows = [
@@ -107,25 +107,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-@click.command(cls=Command)
-@click.argument("site", required=False)
-@with_config
-@as_json
-@with_data
-def doctor(config: Config, site: str | None, json: bool, data_dir: Path | None) -> None:
-    """Check this machine, the way to the aggregator and the data."""
-    from ..runtime.doctor import examined
-
-    signs, bad = {"good": "ok  ", "look": "look", "bad": "BAD "}, 0
-    for found in examined(config, site, data_dir):
-        bad += found.state == "bad"
-        if json:
-            print_json(found)
-            continue
-        click.echo(f"{signs[found.state]}  {found.check}: {found.said}")
-        if found.fix:
-            click.echo(f"      {found.fix}")
-    if bad:
-        click.get_current_context().exit(1)

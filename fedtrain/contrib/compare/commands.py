@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .arguments import Command, as_json, with_config
-from .output import columns, print_json
+from ...cli.arguments import Command, as_json, with_config
+from ...cli.output import columns, print_json
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..tracking.comparison import Comparison
+    from ...config import Config
+    from .comparison import Comparison
 
 
 @click.command(cls=Command)
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
               help="Draw each metric by round, a line a run.")  # fmt: skip
 def compare(config: Config, run: tuple[str, ...], json: bool, png: Path | None) -> None:
     """Print how runs went side by side, and the settings that differ."""
-    from ..tracking.comparison import compared
-    from ..tracking.runs import find
+    from ...tracking.runs import find
+    from .comparison import compared
 
     if len(run) < 2:
         raise click.UsageError("name two runs or more; `fedtrain runs` lists them.")
@@ -40,7 +40,7 @@ def compare(config: Config, run: tuple[str, ...], json: bool, png: Path | None) 
 
 
 def _rows(found: Comparison) -> Iterator[tuple[str, ...]]:
-    from ..tracking.live import duration, number, size
+    from ...tracking.live import duration, number, size
 
     runs = found.runs
     yield "", *(s.run for s in runs)
@@ -66,9 +66,9 @@ def _told(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def _draw(config: Config, folders: Sequence[Path], path: Path) -> None:
-    from ..api import open_run
-    from ..errors import ConfigError, writing
-    from ..fairness import averaged
+    from ...api import open_run
+    from ...errors import ConfigError, writing
+    from ...fairness import averaged
 
     runs = [open_run(folder, config) for folder in folders]
     names = [*dict.fromkeys(name for run in runs for name in averaged(run.metrics))]

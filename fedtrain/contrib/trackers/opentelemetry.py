@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
 from ... import events as e
 from ...events import Event
-from . import Tracker, scalars
+from .base import Tracker, scalars
 
 PHASES = {"training": "train", "masking": "mask", "uploading": "upload"}
 

@@ -12,8 +12,8 @@ import wandb
 
 from ... import events as e
 from ...events import Event
-from ..comparison import settings_of
-from . import Tracker, scalars
+from ...tracking.runs import settings_of
+from .base import Tracker, scalars
 
 
 class WandB(Tracker):

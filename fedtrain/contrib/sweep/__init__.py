@@ -1,0 +1,1 @@
+"""Simulations over a grid or a random sample of settings (`fedtrain sweep`)."""

@@ -1,0 +1,1 @@
+"""Exporters of run events to TensorBoard, MLflow, W&B and OpenTelemetry (`fedtrain track`)."""
