@@ -58,8 +58,8 @@ def test_help_lists_commands_as_a_user_meets_them_then_the_optional_ones():
     text = run("--help").output
     assert re.findall(r"^  (\w+)  ", text, re.M) == [
         "new", "simulate", "stats", "topology", "certs", "join", "task", "policy", "aggregator",
-        "site", "peer", "invite", "datacenter", "plan", "watch", "runs", "doctor",
-        "export", "evaluate", "audit", "verify", "compare", "dashboard", "report", "sweep", "track"]  # fmt: skip
+        "site", "peer", "invite", "datacenter", "plan", "watch", "runs", "doctor", "export",
+        "evaluate", "audit", "verify", "compare", "dashboard", "report", "sweep", "track"]  # fmt: skip
 
 
 def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
