@@ -6,8 +6,6 @@ The bare loop is what anyone writes: DistributedDataParallel, the same model, op
     fused_step_ratio       median time of our step / of the bare one with the same fused optimizer (bar: 1.02)
     fused_cpu_ratio        the same in processor time, of all threads of rank 0: what others do on the machine
                            moves it less
-    sent_step_ratio        the same where ranks share no memory, as on two machines: Gloo sends the gradients
-    sent_cpu_ratio
     unfused_step_ratio     the same beside a bare loop that doesn't ask for the fused one (no bar)
     PEER_ratio             the same of accelerate, Lightning Fabric (`fabric`) and Ray Train (`ray`), where
                            they are installed; Ray starts ranks of its own, with a bare loop in them
@@ -154,10 +152,8 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     with joined(lambda backend, _: dist.init_process_group(backend), "cpu") as device:
         task = load_task(config.run.task, folder)
         mesh = Mesh(Sizes.of(config.parallel, RANKS), device)
-        room, sends = (Datacenter(config, task, mesh, None, silent) for _ in range(2))
-        sends.engine.shared_mean = None
-        works = {"ours": steps_of(room), "sent": steps_of(sends)}
-        works |= {"bare": loop(task, bare), "fused": loop(task, bare, fused=True)}
+        room = Datacenter(config, task, mesh, None, silent)
+        works = {"ours": steps_of(room), "bare": loop(task, bare), "fused": loop(task, bare, fused=True)}
         for peer, setup in PEERS.items():
             if find_spec({"fabric": "lightning_fabric"}.get(peer, peer)):
                 works[peer] = loop(task, setup)
@@ -423,10 +419,8 @@ def main() -> None:
             common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")
             common.emit("datacenter", case, "fused_step_ratio", found["fused_ratios"]["ours"], "×")
             common.emit("datacenter", case, "fused_cpu_ratio", found["cpu_ratios"]["ours"], "×")
-            common.emit("datacenter", case, "sent_step_ratio", found["fused_ratios"]["sent"], "×")
-            common.emit("datacenter", case, "sent_cpu_ratio", found["cpu_ratios"]["sent"], "×")
             common.emit("datacenter", case, "unfused_step_ratio", found["ratios"].pop("ours"), "×")
-            del found["ratios"]["fused"], found["ratios"]["sent"]
+            del found["ratios"]["fused"]
             for peer, ratio in (found["ratios"] | in_ray(folder, case, args.steps)).items():
                 common.emit("datacenter", case, f"{peer}_ratio", ratio, "×")
             common.emit("datacenter", case, "ckpt_sync", found["foreground"] * 1e3, "ms")

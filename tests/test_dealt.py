@@ -15,8 +15,7 @@ from fedtrain.digest import seed_of
 from fedtrain.training.devices import seed_all
 from fedtrain.training.examples import examples_of
 from fedtrain.training.parallel.data import Dealt
-from fedtrain.training.parallel.reading import read_once
-from fedtrain.training.parallel.sendable import SMALL, sendable
+from fedtrain.training.parallel.reading import SMALL, read_once, sendable
 from fedtrain.training.shards import ShardedDataset, write_shards
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fedtrain.config import Config, ParallelConfig
 from fedtrain.errors import ConfigError, StoreError
 from fedtrain.training.optimizers import with_all_cores
-from fedtrain.training.parallel import deepspeed
+from fedtrain.training.parallel import offload
 from fedtrain.training.parallel.offload import Resting, Threads, disk_of
 from fedtrain.training.parallel.state import State
 from tests.equivalence.ranks import launch, run_case
@@ -142,7 +142,7 @@ def test_a_disk_needs_a_folder_and_shards():
 
 
 def test_without_deepspeed_nvme_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    monkeypatch.setattr(offload, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs DeepSpeed: pip install fedtrain\[deepspeed\]"):
         disk_of("nvme")
 

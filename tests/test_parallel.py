@@ -306,16 +306,8 @@ def test_memory_is_what_the_mesh_leaves_of_the_model():
     assert memory(4, zero=2).gradients == model // 4
     assert memory(4, zero=3).parameters < memory(4, zero=2).parameters
     assert memory(4, optimizer="sgd").optimizer == 0
-    parts = whole.parameters + whole.gradients + whole.shared + whole.optimizer + whole.activations
+    parts = whole.parameters + whole.gradients + whole.optimizer + whole.activations
     assert whole.total == parts
-
-
-def test_ranks_of_one_machine_share_their_gradients_and_the_mean_where_ddp_would_average_them():
-    model = (4 * 8 + 8 + 8 * 2 + 2) * 4
-    assert memory(4).shared == memory(4, zero=1).shared == 2 * model
-    assert memory(1).shared == memory(4, zero=2).shared == memory(4, tp=2).shared == 0
-    assert memory(4, comm_hook="fp16").shared == memory(4, sync="local").shared == 0
-    assert memory(4, device="cuda:7").shared == 0
 
 
 def test_frozen_parameters_have_no_gradients_and_no_optimizer_state():

@@ -16,8 +16,8 @@ import grpc.aio
 from ..errors import CertificateError, ConnectError, FedtrainError, WireError
 from ..events import Emit, silent
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
-from .port import Caller, Watch, connections, defer
-from .streams import UPLOAD, Connection, Denied, Flooding, MessageStream, Serve
+from .port import Watch, connections, defer
+from .streams import Connection, Denied, Flooding, MessageStream, Serve
 from .tls import Tls, explain, first_words, serving
 
 SERVICE = "fedtrain.Star"
@@ -89,7 +89,7 @@ class GrpcTransport:
         self._server = grpc.aio.server(options=[*channel_options(self.heartbeat_s), *server_options(most)])
         watch = Watch(most, emit)
         handlers = {
-            name: grpc.stream_stream_rpc_method_handler(_handler(serve, watch, uploads=name == UPLOAD))
+            name: grpc.stream_stream_rpc_method_handler(_handler(serve, watch))
             for name, serve in calls.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -149,20 +149,17 @@ def _why_not(address: str) -> str:
         return f"{(e.strerror or str(e)).lower()}. {mend}"
 
 
-def _handler(
-    serve: Serve, watch: Watch, *, uploads: bool
-) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
+def _handler(serve: Serve, watch: Watch) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
     """A call's handler for gRPC. Who calls is read from the certificates of this very connection (S5)."""
 
     async def handle(_: Any, context: grpc.aio.ServicerContext) -> None:
-        caller = watch.called(context.peer())
+        said = context.auth_context()
+        site = said.get("x509_subject_alternative_name", [b"?"])[0].decode().partition(".")[0]
+        watch.called(context.peer(), site)
         try:
-            said = context.auth_context()
-            caller.name = said.get("x509_subject_alternative_name", [b"?"])[0].decode().partition(".")[0]
-            caller.transfers = caller.transfers or uploads
             _check_metadata(context)
             chain = said.get("x509_pem_cert", [b""])[0] + said.get("x509_pem_cert_chain", [b""])[0]
-            await serve(chain, AggregatorStream(context, caller))
+            await serve(chain, AggregatorStream(context))
         except tuple(CODES) as e:
             code = next(code for kind, code in CODES.items() if isinstance(e, kind))
             await context.abort(code, str(e))
@@ -171,7 +168,7 @@ def _handler(
         except ConnectError:
             return  # the site is gone: nobody is left to tell
         except Exception:  # gRPC would tell the caller its text, which may hold a path
-            logging.getLogger(__name__).exception("a call of %s failed", caller.name or "?")
+            logging.getLogger(__name__).exception("a call of %s failed", site)
             await context.abort(grpc.StatusCode.INTERNAL, "an error at the aggregator; its log has it")
 
     return handle
@@ -188,8 +185,8 @@ def _check_metadata(context: grpc.aio.ServicerContext) -> None:
 class AggregatorStream:
     """A call as its server sees it. Implements streams.MessageStream."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, caller: Caller) -> None:
-        self._context, self._caller = context, caller
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
 
     async def read(self) -> bytes | None:
         try:
@@ -198,7 +195,6 @@ class AggregatorStream:
             raise ConnectError(str(e)) from None
         if data is END:
             return None
-        self._caller.heard += len(data)
         return cast(bytes, data)
 
     async def write(self, message: bytes) -> None:

@@ -16,7 +16,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 import msgspec
@@ -31,11 +30,6 @@ REFUSED = 16  # addresses in one set of lines; the others share a line
 SILENT = 64  # connections without a call that need no line
 ARRIVAL_S = 0.02  # the longest look during a handshake; it misses what it has not seen by then
 COSTS = 20  # the pause between two looks, in multiples of what the last one took
-BESIDE = 65 / 64  # bytes on the wire for one of a message
-SPARE_BYTES = 128 << 10  # a second, of headers, pings and windows
-UNREAD_BYTES = 5 << 20  # of a connection that may be under way: a message, and what comes with it
-UNDER_WAY_BYTES = 32 << 20  # the same for a site that uploads: what the kernel and gRPC hold back
-RECEIVED = 128  # where struct tcp_info has the bytes received (uint64)
 Peer = tuple[str, int]  # address and port of the other end
 
 
@@ -121,38 +115,19 @@ class Sparing:
                 timer.cancel()
 
 
-@dataclass(eq=False)
-class Caller:
-    """A connection, as the handlers of its calls know it."""
-
-    name: str = ""  # of the site that calls; "" before its first call
-    heard: int = 0  # bytes of messages that were read
-    transfers: bool = False  # it has uploaded, so that megabytes may be under way
-    received: int = 0  # bytes that TCP had at the last look
-    counted: int = 0  # of `heard`, at that time
-    debt: float = 0.0  # bytes outside messages, beyond the allowance
-
-    def owes(self, received: int, passed_s: float) -> bool:
-        """Whether it has sent far more than its messages: frames that gRPC alone reads."""
-        grown, heard = received - self.received, self.heard - self.counted
-        self.received, self.counted = received, self.heard
-        self.debt = max(0.0, self.debt + grown - heard * BESIDE - SPARE_BYTES * passed_s)
-        return self.debt > (UNDER_WAY_BYTES if self.transfers else UNREAD_BYTES)
-
-
 class Watch:
-    """Looks at the connections to a port: logs those that make no call, ends those that flood it."""
+    """Looks at the connections to a port: logs those that make no call, ends those whose calls flood it."""
 
     def __init__(self, most: int, emit: Emit) -> None:
         """`most`: connections that there may be."""
         self._port, self._most, self._emit = 0, most, emit
-        self._callers: dict[Peer, Caller] = {}
+        self._callers: dict[Peer, str] = {}  # the site that calls over each connection; "" before
         self._homes: set[str] = set()  # addresses from which a site has called
         self._silent: set[Peer] = set()  # connections without a call, at the last look
         self._arrived = deque[dict[Peer, int]]()  # connections, at the start of a handshake
         self._arrives_s = 0.0  # the time of the next look during a handshake
         self._refused: Counter[str] = Counter()  # addresses of connections that ended without a call
-        self._looked_s = self._told_s = self._refused_s = -TOLD_S
+        self._told_s = self._refused_s = -TOLD_S
 
     def arrived(self) -> None:
         """A connection begins its handshake: one that is refused in it is gone before the next look.
@@ -161,13 +136,20 @@ class Watch:
             self._arrived.append(_connected(self._port, ARRIVAL_S))
             self._arrives_s = (now := time.monotonic()) + COSTS * (now - began)
 
-    def called(self, peer: str) -> Caller:
-        """A connection makes a call; `peer`: as gRPC names its other end."""
-        return self._callers.setdefault(_ends(peer), Caller())
+    def called(self, peer: str, site: str) -> None:
+        """A site makes a call; `peer`: as gRPC names the other end of its connection."""
+        self._callers[_ends(peer)] = site
 
     def end(self, peer: str, what: str) -> None:
         """Shut down a connection that floods, and log `what` it does."""
-        self._flooded(_ends(peer), _connected(self._port), what)
+        ends, there = _ends(peer), _connected(self._port)
+        name = self._callers.get(ends) or "?"
+        if ends in there:
+            with suppress(OSError, IndexError), _borrowed(there[ends]) as one:
+                if one.getsockname()[1] == self._port:
+                    one.shutdown(socket.SHUT_RDWR)
+        mend = f". If it goes on: fedtrain certs revoke {name}" if name != "?" else ""
+        self._emit(SiteRefused(site=name, reason=f"its connection from {ends[0]} {what}{mend}"))
 
     async def run(self, port: int) -> None:
         """Watch the connections to this port of ours."""
@@ -184,15 +166,11 @@ class Watch:
 
     def _look(self, now: float) -> None:
         seen = self._seen()  # first: a connection that comes after this line is not gone
-        there, passed_s = _connected(self._port), min(now - self._looked_s, TOLD_S)
-        self._looked_s = now
+        there = _connected(self._port)
         self._count_refused(seen, there, now)
-        self._callers = {peer: self._callers.get(peer, Caller()) for peer in there}
-        self._homes.update(peer[0] for peer, caller in self._callers.items() if caller.name)
-        for peer, fd in there.items():
-            if self._callers[peer].owes(_received(fd), passed_s):
-                self._flooded(peer, there, "sends megabytes that are no messages")
-        self._silent = {peer for peer, caller in self._callers.items() if not caller.name}
+        self._callers = {peer: self._callers.get(peer, "") for peer in there}
+        self._homes.update(peer[0] for peer, site in self._callers.items() if site)
+        self._silent = {peer for peer, site in self._callers.items() if not site}
         if now - self._told_s > TOLD_S and (text := self._crowd()):
             self._told_s = now
             self._emit(Notice(text=f"the port: {text}"))
@@ -206,7 +184,7 @@ class Watch:
 
     def _count_refused(self, seen: set[Peer], there: dict[Peer, int], now: float) -> None:
         """Count connections that are gone without a call, and log them by address."""
-        known = {peer for peer, caller in self._callers.items() if caller.name}
+        known = {peer for peer, site in self._callers.items() if site}
         self._refused.update(address for address, _ in seen - there.keys() - known)
         if not self._refused or now - self._refused_s <= TOLD_S:
             return
@@ -220,15 +198,6 @@ class Watch:
             )
             self._emit(SiteRefused(site="?", reason=f"{many:,} connections from {address}: {why}"))
         self._refused, self._refused_s = Counter(), now
-
-    def _flooded(self, peer: Peer, there: dict[Peer, int], what: str) -> None:
-        name = self._callers.get(peer, Caller()).name or "?"
-        if peer in there:
-            with suppress(OSError, IndexError), _borrowed(there[peer]) as one:
-                if one.getsockname()[1] == self._port:
-                    one.shutdown(socket.SHUT_RDWR)
-        mend = f". If it goes on: fedtrain certs revoke {name}" if name != "?" else ""
-        self._emit(SiteRefused(site=name, reason=f"its connection from {peer[0]} {what}{mend}"))
 
     def _crowd(self) -> str:
         """What to log of many connections that make no call; "" of few."""
@@ -261,14 +230,6 @@ def _connected(port: int, within_s: float = math.inf) -> dict[Peer, int]:
                 address, of = one.getpeername()[:2]
                 found[address.removeprefix("::ffff:"), of] = int(name)
     return found
-
-
-def _received(fd: int) -> int:
-    """Bytes that TCP has acknowledged on a connection; 0 where the kernel does not say."""
-    with suppress(OSError, AttributeError), _borrowed(fd) as one:
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED + 8)
-        return int.from_bytes(info[RECEIVED:], sys.byteorder)
-    return 0
 
 
 @contextmanager

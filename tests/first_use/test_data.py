@@ -15,7 +15,7 @@ from fedtrain.errors import ConfigError, TaskError
 from fedtrain.training.batches import columns_of, cut, examples_in, move, parts_of
 from fedtrain.training.examples import collated, examples_of, subset
 from fedtrain.training.parallel.data import pooled
-from fedtrain.training.parallel.sendable import by_bytes
+from fedtrain.training.parallel.reading import by_bytes
 from fedtrain.training.partition import labels_of
 from tests.equivalence.ranks import launch
 

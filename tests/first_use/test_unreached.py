@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedtrain
 from fedtrain import Arena, Task
 from fedtrain.config import Config, TrainConfig
+from fedtrain.errors import TaskError
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
-from fedtrain.training.parallel import shared_mean
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.parallel.state import State
@@ -367,14 +367,12 @@ class OfEachHead(EachItsHead):
 
 
 RANKS = {  # task, [train], [parallel]
-    "momentum": (EachItsHead, OPTIMIZERS["both"][0], {}),
-    "accumulated": (EachItsHead, OPTIMIZERS["adamw"][0] | {"accumulate": 2}, {}),
-    "own": (OfEachHead, {}, {}),
-    "unused": (Unused, OPTIMIZERS["adam"][0], {}),
-    "ddp": (EachItsHead, OPTIMIZERS["both"][0] | {"accumulate": 2}, {"find_unused": True}),
-    "ddp-adamw": (Unused, OPTIMIZERS["adamw"][0], {"find_unused": True}),
-    "zero-1": (EachItsHead, OPTIMIZERS["both"][0], {"zero": 1}),
-    "zero-1-adam": (EachItsHead, OPTIMIZERS["adam"][0], {"zero": 1}),
+    "momentum": (EachItsHead, OPTIMIZERS["both"][0], {"find_unused": True}),
+    "accumulated": (EachItsHead, OPTIMIZERS["adamw"][0] | {"accumulate": 2}, {"find_unused": True}),
+    "own": (OfEachHead, {}, {"find_unused": True}),
+    "unused": (Unused, OPTIMIZERS["adam"][0], {"find_unused": True}),
+    "zero-1": (EachItsHead, OPTIMIZERS["both"][0], {"zero": 1, "find_unused": True}),
+    "zero-1-adam": (EachItsHead, OPTIMIZERS["adam"][0], {"zero": 1, "find_unused": True}),
     "zero-2": (EachItsHead, OPTIMIZERS["both"][0], {"zero": 2}),
     "zero-2-accumulated": (EachItsHead, OPTIMIZERS["adamw"][0] | {"accumulate": 2}, {"zero": 2}),
     "zero-3": (EachItsHead, OPTIMIZERS["adamw"][0] | {"clip_norm": 0.1}, {"zero": 3}),
@@ -392,20 +390,26 @@ def on_ranks(rank, ranks, folder):
         config = Config.of({"run": {"seed": 1}, "train": table, "parallel": parallel}, folder)
         task, mesh = kind(), Mesh(Sizes.of(config.parallel, ranks), torch.device("cpu"))
         alone = Engine(task, config.train, 1, proximal)
-        weights, opened = alone.initial(), shared_mean.opened
+        weights = alone.initial()
         update = alone.train("a", task.data("a"), 0, weights, Arena.zeros(alone.schema))
-        if name.startswith("ddp"):
-            shared_mean.opened = lambda *_: None
         engine = MeshEngine(task, config, mesh, correct=proximal)
-        shared_mean.opened = opened
-        assert (engine.shared_mean is None) == (name.startswith(("ddp", "zero-2", "zero-3")) or ranks == 1)
         engine.install(weights if rank == 0 else None)
         engine.train(Dealt(task.data("a"), config.train, 1, "a", rank, ranks), 0, 1)
         if (gathered := engine.gather()) is not None:
             moved = {n: view - weights.views()[n] for n, view in gathered.views().items()}
             apart[name] = {n: float((d - update.delta.views()[n]).abs().max()) for n, d in moved.items()}
+    if ranks > 1:
+        refuses_unreached_parameters(rank, ranks, folder)
     if rank == 0:
         (folder / "apart.json").write_text(json.dumps(apart))
+
+
+def refuses_unreached_parameters(rank, ranks, folder):
+    """Without parallel.find_unused, in the first step already, where DDP itself would not notice."""
+    config = Config.of({"run": {"seed": 1}, "train": {"batch_size": BATCH, "local_steps": 1}}, folder)
+    engine = MeshEngine(Unused(), config, Mesh(Sizes.of(config.parallel, ranks), torch.device("cpu")))
+    with pytest.raises(TaskError, match=r"^parallel.find_unused: some parameters"):
+        engine.train(Dealt(Unused().data("a"), config.train, 1, "a", rank, ranks), 0, 1)
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])

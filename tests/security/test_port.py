@@ -283,16 +283,6 @@ async def with_a_site(certs, tmp_path):
         yield agg
 
 
-def test_a_connection_may_send_what_its_messages_need_and_no_megabytes_beside_them():
-    honest, flood = port.Caller(), port.Caller()
-    for at in range(1, 100):
-        honest.heard += 50 << 20  # with headers and what TCP has that nobody has read yet
-        assert not honest.owes(at * (50 << 20) * 129 // 128 + (4 << 20), 1.0)
-    assert [flood.owes(at * (2 << 20), 1.0) for at in range(1, 5)] == [False, False, True, True]
-    uploads = port.Caller(transfers=True)
-    assert not uploads.owes(30 << 20, 1.0)
-
-
 def attacked(certs, tmp_path, attack, kind):
     """The first line of a kind that an aggregator tells while b makes an attack; and the sites it lost."""
 
@@ -318,13 +308,6 @@ def test_a_look_at_the_connections_ends_when_its_time_is_over():
         with there:
             assert len(port._connected(server.getsockname()[1])) == 1
             assert port._connected(server.getsockname()[1], -1.0) == {}
-
-
-def test_a_site_that_floods_its_connection_is_named_and_cut_off(certs, tmp_path, monkeypatch):
-    monkeypatch.setattr(port, "WATCH_S", 0.02)
-    told, lost = attacked(certs, tmp_path, "pings", "join_refused")
-    assert "from 127.0.0.2 sends megabytes that are no messages" in told["reason"]
-    assert lost == []
 
 
 def test_a_site_whose_call_brings_too_much_metadata_is_named_and_cut_off(certs, tmp_path):

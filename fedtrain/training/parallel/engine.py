@@ -41,7 +41,6 @@ from .hooks import compress
 from .plan import Plan
 from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
-from .shared_mean import SharedMean
 from .streamed import StreamedModel
 from .wrap import (
     Loss,
@@ -111,7 +110,6 @@ class MeshEngine(Trainable, ShardedModel):
         self.trained = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self.trained)
         self._reached = ReachedParameters(self._roots, self.parallel, mesh)
-        self.shared_mean = SharedMean.of(self._roots[0], self.trained, self.parallel.comm_hook)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
         self._renew(0)
@@ -205,7 +203,8 @@ class MeshEngine(Trainable, ShardedModel):
                 self._check_parts(self.present(group[0][0]), self._gathered)
         with user_code(self._folder, doing), in_our_words(self.parallel), self._counting():
             for i, (batch, _) in enumerate(group):  # a device holds one batch at a time
-                self._reached.counts = counts = batch is not None and examples_in(batch) > 0
+                counts = batch is not None and examples_in(batch) > 0
+                self._reached.begin(counts=counts)
                 with self._syncing(i == len(group) - 1), self._context(self.present(batch)) as present:
                     if self._pipeline is not None:
                         self._pipeline.train(present, partial(objective, i, counts))
@@ -228,11 +227,7 @@ class MeshEngine(Trainable, ShardedModel):
         self._reached.settle(self.trained)
         for p in self.trained:
             p.grad = laid_out(p)
-        if self.shared_mean is not None:
-            missing = self.shared_mean.take(float(factor), self._reached.here)
-            factor = 1.0
-        else:
-            missing = self._reached.by_none(self.trained)
+        missing = self._reached.by_none(self.trained)
         self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
         self.unreached = [(i, 0, p.numel()) for i, p in enumerate(self.trained) if p in missing]
         for p in missing:
@@ -247,8 +242,6 @@ class MeshEngine(Trainable, ShardedModel):
     def norm(self) -> torch.Tensor:
         """The same on every rank of the island: so all agree whether it is finite. Without shards every rank
         has the whole gradient, and nothing is sent."""
-        if self.shared_mean is not None:
-            return self.shared_mean.norm
         mesh = self.mesh
         if not self._cut:
             return norm_of(self.gradients, mesh.device)
@@ -318,7 +311,7 @@ class MeshEngine(Trainable, ShardedModel):
         for root in filter(is_fsdp, self._roots):
             root.set_requires_gradient_sync(now)
         whole = self._roots[0]  # DDP is around a whole model only
-        if not isinstance(whole, DistributedDataParallel) or (now and self.shared_mean is None):
+        if not isinstance(whole, DistributedDataParallel) or now:
             return nullcontext()
         return whole.no_sync()
 
@@ -363,8 +356,6 @@ class MeshEngine(Trainable, ShardedModel):
         """Of a step, how long gradients were still under way when the backward pass had computed its last: of
         the last one, or as DDP samples it; None where it doesn't."""
         root = self._roots[0]
-        if self.shared_mean is not None:
-            return self.shared_mean.seconds
         if not isinstance(root, DistributedDataParallel):
             return None
         told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's

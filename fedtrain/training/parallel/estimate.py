@@ -33,7 +33,6 @@ class MemoryEstimate:
 
     parameters: int
     gradients: int
-    shared: int  # with the other ranks of a machine, if all are on one: this rank's gradient, and the mean
     optimizer: int
     activations: int
 
@@ -58,17 +57,7 @@ def estimate(task: Task, config: Config, ranks: int, data: Any) -> MemoryEstimat
     width = 2 if train.precision != "fp32" and parallel.zero >= 2 else 4
     gathered = whole * width // 4 if parallel.zero == 2 else together * width // 4
     activations = _activations(model, plan, task, config, data, sizes)
-    shared = 2 * trained if _shares_its_mean(config, sizes) else 0
-    return MemoryEstimate(whole // shards + gathered, trained // shards, shared, state, activations)
-
-
-def _shares_its_mean(config: Config, sizes: Sizes) -> bool:
-    """Whether ranks of such a mesh take the mean of their gradients by a SharedMean."""
-    parallel = config.parallel
-    averaging = (sizes.dp if parallel.sync == "step" else sizes.dp_shard) * sizes.cp
-    by_ddp = averaging > 1 and parallel.zero < 2 and sizes.tp == sizes.pp == 1
-    on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and not torch.cuda.is_available())
-    return by_ddp and parallel.comm_hook == "none" and on_cpu  # a device need not be here to plan for it
+    return MemoryEstimate(whole // shards + gathered, trained // shards, state, activations)
 
 
 def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> tuple[int, int]:

@@ -8,11 +8,15 @@ files mapped into memory, so checkpoints read and write it as they do any other.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Protocol
@@ -21,10 +25,12 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, StoreError
-from ..mesh import is_dtensor
+from .sharded import local
 
 BUCKET_BYTES = 16 << 20  # of parameters whose state is read together
 PAGE = 4096  # a file's bytes are a multiple of it, for a disk that is read past the system's cache
+BLOCK = 1 << 20  # bytes of a request of DeepSpeed's
+DEPTH = 32  # of these under way
 LINE = 64  # a tensor begins at a multiple of it
 Wait = Callable[[], object]  # until what was begun is done; StoreError where it failed
 NOTHING: Wait = lambda: None  # was begun
@@ -45,11 +51,7 @@ class Disk(Protocol):
 
 def disk_of(offload: str) -> Disk:
     """By what parallel.offload says."""
-    if offload == "disk":
-        return Threads()
-    from .deepspeed import Nvme
-
-    return Nvme()
+    return Threads() if offload == "disk" else Nvme()
 
 
 class Threads:
@@ -174,7 +176,7 @@ def _buckets(parameters: Iterable[nn.Parameter], most: int) -> list[list[nn.Para
     found: list[list[nn.Parameter]] = []
     room = 0
     for p in parameters:
-        nbytes = _local(p.detach()).nbytes
+        nbytes = local(p.detach()).nbytes
         if not found or nbytes > room:
             found.append([])
             room = most
@@ -185,15 +187,10 @@ def _buckets(parameters: Iterable[nn.Parameter], most: int) -> list[list[nn.Para
 
 def _kept(parameter: nn.Parameter, state: dict[str, Any]) -> list[torch.Tensor]:
     return [
-        _local(value)
+        local(value)
         for _, value in sorted(state.items())
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape
     ]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece: the same object each time it is asked for."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _room(slot: torch.Tensor) -> int:
@@ -220,3 +217,61 @@ def _file(path: Path, count: int) -> torch.Tensor:
             f"parallel.offload_dir: no {count:,} bytes for the optimizer's state: {e}. Name a larger disk."
         ) from e
     return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
+
+
+class Nvme:
+    """A Disk by DeepSpeed's asynchronous I/O alone (libaio, O_DIRECT, page-locked memory), past the system's
+    cache and many requests at once. DeepSpeed compiles it when a machine first uses it, about two minutes. It
+    says when a file can't be opened, but not when a request fails."""
+
+    def __init__(self) -> None:
+        module = _compiled()
+        self._reader, self._writer = (module.aio_handle(BLOCK, DEPTH, False, True, 1) for _ in range(2))
+
+    def buffer(self, count: int) -> torch.Tensor:
+        most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if os.geteuid() and most != resource.RLIM_INFINITY and count * 3 > most:
+            raise ConfigError(
+                f"parallel.offload = nvme locks {count * 3:,} bytes of memory, and {most:,} are allowed. "
+                f"Raise that (ulimit -l), or set parallel.offload = disk."
+            )
+        memory: torch.Tensor = self._reader.new_cpu_locked_tensor(count, torch.empty(0, dtype=torch.uint8))
+        weakref.finalize(memory, self._reader.free_cpu_locked_tensor, memory[:])  # nobody else frees it
+        return memory
+
+    def read(self, path: Path, into: torch.Tensor) -> Wait:
+        return _begun(self._reader, self._reader.async_pread(into, str(path)), path)
+
+    def write(self, path: Path, content: torch.Tensor) -> Wait:
+        return _begun(self._writer, self._writer.async_pwrite(content, str(path)), path)
+
+
+def _begun(handle: Any, status: int, path: Path) -> Wait:
+    if status:
+        raise StoreError(
+            f"{path}, the optimizer's state, can't be opened past the system's cache (O_DIRECT). "
+            f"Name a folder on a local disk as parallel.offload_dir, or set parallel.offload = disk."
+        )
+    wait: Wait = handle.wait
+    return wait
+
+
+def _compiled() -> Any:
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "parallel.offload = nvme needs DeepSpeed: pip install fedtrain[deepspeed]. "
+            "parallel.offload = disk does without."
+        )
+    with redirect_stdout(sys.stderr):  # where it logs from now on: our stdout is events
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        builder = AsyncIOBuilder()
+        try:
+            if not builder.is_compatible():
+                raise RuntimeError("io_submit, of libaio, can't be compiled and linked")
+            return builder.load(verbose=False)
+        except (RuntimeError, ImportError) as e:
+            raise ConfigError(
+                f"parallel.offload = nvme: DeepSpeed's I/O can't be built: {e}. It needs a C++ compiler, "
+                f"ninja and libaio (Debian: apt-get install g++ ninja-build libaio-dev); or set it to disk."
+            ) from e

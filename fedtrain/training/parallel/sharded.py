@@ -152,7 +152,7 @@ def digest_of_model(model: nn.Module) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece."""
+    """This rank's piece: the same object each time it is asked for."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

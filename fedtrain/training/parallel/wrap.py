@@ -120,16 +120,17 @@ _SHAPE = (
     "parallel.tp = {tp}: {torchs}. A rank has a part of a layer's columns: choose a tp that divides heads "
     "and widths, and let forward() take the number of its heads from what it is given."
 )
+_UNUSED = (
+    "parallel.find_unused: some parameters had no part in a step's loss. Set parallel.find_unused = "
+    "true, or freeze those that never have one (requires_grad = False)."
+)
 _WORDS = {
     "mixed torch.Tensor and DTensor": (
         "{setting}: loss() or evaluate() computes with parameters of the model, of which each rank has a "
         "part there. For a term on the weights set train.weight_decay, or use zero = 2 or less without tp. "
         "Where it is an output that a plan leaves in parts, gather it: output_layouts=Replicate()."
     ),
-    "Expected to have finished reduction in the prior iteration": (
-        "parallel.find_unused: some parameters had no part in a step's loss. Set parallel.find_unused = "
-        "true, or freeze those that never have one (requires_grad = False)."
-    ),
+    "Expected to have finished reduction in the prior iteration": _UNUSED,
     "is invalid for input of size": _SHAPE,
 }
 
@@ -300,7 +301,8 @@ class ReachedParameters:
         # DDP, unless it looks for them, refuses a step that leaves parameters out.
         self._all = mesh.sizes.pp == mesh.sizes.tp == 1 and config.zero < 2 and not config.find_unused
         self.here: set[nn.Parameter] = set()  # those that a gradient arrived at, on this rank
-        self.counts = True  # whether a gradient does: a rank without examples only computes along
+        self._counts = True  # whether a gradient does: a rank without examples only computes along
+        self._last: set[nn.Parameter] = set()  # those that a gradient arrived at in the last microbatch
         self._group, self._device = mesh.group(mesh.averaging_axes), mesh.device
         self._shards: dict[tuple[nn.Module, str], nn.Parameter] = {}  # by (module, name)
         self._first: dict[object, Any] = {}  # hooks for the first forward pass
@@ -329,10 +331,16 @@ class ReachedParameters:
         """Have a gradient that arrives at the tensor be one of the parameter."""
 
         def arrived(gradient: torch.Tensor | None) -> None:
-            if self.counts and gradient is not None:
-                self.here.add(parameter)
+            if gradient is not None:
+                self._last.add(parameter)
+                if self._counts:
+                    self.here.add(parameter)
 
         getattr(tensor, self._hook)(arrived)
+
+    def begin(self, *, counts: bool) -> None:
+        """Before each microbatch. `counts`: whether its gradients do."""
+        self._counts, self._last = counts, set()
 
     def settle(self, trained: Sequence[nn.Parameter]) -> None:
         """When the backward pass is over: on one rank without shards, the gradients that there are."""
@@ -340,10 +348,15 @@ class ReachedParameters:
             self.here = {p for p in trained if p.grad is not None}
 
     def by_none(self, trained: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-        """Those that no rank reached. A rank that reached all of them does not wait for the others."""
+        """Those that no rank reached. A rank that reached all of them does not wait for the others.
+        TaskError where DDP needs parallel.find_unused: it averaged no gradient of this step."""
         missing = set(trained) - self.here
-        if self._group is None or not trained or self._all:
-            return set() if self._all and self._group is not None else missing
+        if self._group is None or not trained:
+            return missing
+        if self._all:
+            if set(trained) - self._last:
+                raise TaskError(_UNUSED)
+            return set()
         reached = torch.ones(len(trained), dtype=torch.int32, device=self._device)
         for i in (i for i, p in enumerate(trained) if p in missing):
             reached[i] = 0
