@@ -5,14 +5,20 @@ Their source is part of the task: of its digest, which both ends compare, and of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from os.path import normpath
+from pathlib import Path
 
 from .. import aggregation, compression
 from ..config import AggregationConfig, Config, SitePolicy, is_own, kind_in
+from ..config.project import SourceFile, imports_of, reached
 from ..errors import ConfigError
 from ..modes import WITH_COMPRESSOR
 
+WORD = r"[^\s'\"`=;|&()<>$,:]+"  # of a shell's command; a path with other characters is refused
+SCRIPT = re.compile(r".*\.(py|sh)", re.DOTALL)
 STAR, GRAPH = ("strategy", "aggregation", "compression"), ("gossip",)  # sections
 
 
@@ -64,6 +70,25 @@ KINDS: dict[str, Callable[[Config], dict[str, str]]] = {
     "compression": _of_compression,
     "gossip": _of_gossip,
 }
+
+
+def command_files(config: Config) -> list[SourceFile]:
+    """The files of the project that train.command names, and those that the Python ones among them import.
+    ConfigError for a script that it names in a way that is not understood."""
+    root, key, found = config.root.resolve(), "train.command", list[SourceFile]()
+    for word in re.findall(WORD, config.train.command):
+        file = Path(normpath(root / word))
+        if file.is_file() and file.is_relative_to(root):
+            found.append(SourceFile.read(file, root))
+            names = imports_of(found[-1]) if file.suffix == ".py" else []
+            found += reached(names, root, key, file.parent).values()
+        elif SCRIPT.fullmatch(word) and not Path(word).is_absolute():
+            raise ConfigError(
+                f"{key}: {word!r} is no file in {root}. Name a script by its path from there, without "
+                f"a space and without `cd`; or, outside of the project, by its whole path."
+            )
+        found += reached([word], root, key).values()
+    return found
 
 
 def source_digest(config: Config) -> str:

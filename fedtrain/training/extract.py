@@ -28,8 +28,9 @@ from pathlib import Path
 from types import CodeType, EllipsisType, FunctionType, ModuleType, NoneType
 from typing import Any
 
+from ..config.project import parsed
 from ..errors import ConfigError, writing
-from .task import Task, arguments_of, parsed, words
+from .task import Task, arguments_of, words
 
 ATOMS = {bool, int, float, str, bytes, NoneType, EllipsisType}
 LONG = 4096  # bytes, or items of a list: more lie in a file
