@@ -17,7 +17,8 @@ from ..config.project import SourceFile, imports_of, reached
 from ..errors import ConfigError
 from ..modes import WITH_COMPRESSOR
 
-WORD = r"[^\s'\"`=;|&()<>$,:]+"  # of a shell's command; a path with other characters is refused
+# A word of train.command, for the shell; one that the shell writes to has its > in front.
+WORD = r"(?:>+\s*)?[^\s'\"`=;|&()<>$,:]+"
 SCRIPT = re.compile(r".*\.(py|sh)", re.DOTALL)
 STAR, GRAPH = ("strategy", "aggregation", "compression"), ("gossip",)  # sections
 
