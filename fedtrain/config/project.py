@@ -97,13 +97,19 @@ def load(name: str, files: Mapping[str, SourceFile]) -> ModuleType:
             sys.modules.pop(each, None)
         _modules[each] = source
     if SourceOnly not in sys.meta_path:
-        sys.meta_path.insert(0, SourceOnly)
-    return import_module(name)
+        sys.meta_path.append(SourceOnly)
+    sys.meta_path.insert(0, SourceOnly)
+    try:
+        return import_module(name)
+    finally:  # what a program imports later comes by its own sys.path first
+        sys.meta_path.remove(SourceOnly)
 
 
 def load_only(root: Path, approved: dict[str, str] | None) -> None:
     """From here on load no file of the project `root` but with its SHA-256 here; None: each is loaded."""
     _approved[root.resolve()] = approved
+    if approved is not None:
+        sys.meta_path.insert(0, SourceOnly)
 
 
 def approved_in(root: Path) -> dict[str, str] | None:
@@ -149,6 +155,8 @@ def sources(spec: str, root: Path, key: str = "run.task") -> dict[str, SourceFil
     if name not in found:
         here = [f.stem for f in sorted(root.glob("*.py"))]
         file = root.resolve().joinpath(*name.split("."))
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(f"{key}: {file}.py has the name of one of Python's own modules. Rename it.")
         raise ConfigError(f"{key}: {file}.py does not exist.{nearest(name, here)}")
     return found
 

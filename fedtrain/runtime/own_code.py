@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import aggregation, compression
 from ..config import AggregationConfig, Config, SitePolicy, is_own, kind_in
-from ..config.project import SourceFile, imports_of, reached
+from ..config.project import SourceFile, imports_of, load_only, reached
 from ..errors import ConfigError
 from ..modes import WITH_COMPRESSOR
 
@@ -112,6 +112,13 @@ def check_beside_key(config: Config, policy: SitePolicy, *, peer: bool) -> None:
                 f"where nothing shuts it in (policy.confine). Read its file; if you trust it with the key: "
                 f"fedtrain policy set confine=off.{instead}"
             )
+
+
+def load_only_beside_key(config: Config, approved: dict[str, str]) -> None:
+    """Have the process that holds a site's key load only approved files, where a class of the user's own
+    runs in it, which encodes under masks."""
+    if "compression.up" in named_in(config, "compression"):
+        load_only(config.root, approved)
 
 
 def beside_key(config: Config) -> Config:

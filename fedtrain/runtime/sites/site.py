@@ -17,7 +17,6 @@ import msgspec
 from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
-from ...config.project import load_only
 from ...digest import sha256_of
 from ...errors import ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
@@ -39,7 +38,7 @@ from ...wire.codec import fetch_list
 from ...wire.frames import Hello
 from ..auditing import audited
 from ..journal import Journal
-from ..own_code import named_in
+from ..own_code import load_only_beside_key
 from ..star.agreement import bounds_of
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
@@ -255,9 +254,7 @@ async def run(
     start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
 ) -> str:
     """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree.
-
-    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
-    """
+    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code."""
     keep_freed()
     check_statistics(config)
     own = folder_of(config, name)
@@ -310,8 +307,7 @@ async def run(
         secure = None
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
-            if "compression.up" in named_in(config, "compression"):  # a class that runs in this process
-                load_only(config.root, approved[-1].files)
+            load_only_beside_key(config, approved[-1].files)
             secure = secure_site_of(
                 config, name, current, ledger, check, about.extras, spent, policy, checked
             )
