@@ -141,7 +141,7 @@ def test_a2_a_file_that_an_installed_package_would_import_does_not_run(project, 
         "theirs.py",
         "import fractions\ntry:\n    import optional\nexcept ImportError:\n    optional = None\n",
     )
-    for name in ("optional.py", "fractions.py", "bottleneck.py", "opt_einsum.py"):
+    for name in ("optional.py", "fractions.py", "asyncio.py", "bottleneck.py", "opt_einsum.py"):
         write(project, name, RAN)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(project), str(beside)]))
     found = found_by(project, ["optional", "bottleneck", "opt_einsum"], "import theirs")
@@ -234,6 +234,24 @@ def test_a_module_of_an_approved_package_that_no_import_names_is_not_loaded(proj
     assert not (project / "ran").exists()
 
 
+def test_a_command_at_a_site_loads_no_other_module_of_an_approved_package(project):
+    """In the process of `fedtrain stats --site`, whose sys.path is not closed."""
+    write(project, "near/__init__.py", "")
+    write(project, "near/evil.py", RAN)
+    write(
+        project,
+        "task.py",
+        "import fedtrain, near, importlib\nimportlib.import_module('near' + '.evil')\n" + TOY,
+    )
+    load_only(project, files_of(config_of(project)))
+    try:
+        with pytest.raises(TaskError, match=r"near\.evil|evil\.py is there"):
+            load_task("task:Toy", project)
+    finally:
+        load_only(project, None)
+    assert not (project / "ran").exists()
+
+
 def test_a_link_that_leads_elsewhere_later_is_a_changed_file(project, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside")
     write(outside, "good.py", "found = 'approved'\n")
@@ -285,6 +303,14 @@ def test_a4_a_command_that_was_never_approved_does_not_run(project):
     write(project, "own.py", RAN + "# a byte\n")
     assert "own.py changed since" in typed(project, "site", "north", *command)
     assert not (project / "ran").exists()
+
+
+def test_a4_another_text_of_a_command_needs_another_approval(project):
+    approvals = Approvals(approve(config_of(project, command=COPY))[1][0])
+    assert approvals.check(config_of(project, command=COPY)).command == COPY
+    for command in ("", COPY + ";"):
+        with pytest.raises(ConfigError, match=r"train\.command changed since task:Toy was approved"):
+            approvals.check(config_of(project, command=command))
 
 
 def test_a4_a_commands_files_and_their_imports_are_in_the_digest(project):

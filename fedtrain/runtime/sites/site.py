@@ -268,9 +268,7 @@ async def run(
     approved: list[Approval] = []  # of each trainer that was started
 
     async def start() -> Trains:
-        approved.append(
-            approvals.check(config)
-        )  # before a line of the task runs, whenever a process loads it
+        approved.append(approvals.check(config))  # before a line of the task runs, in each process
         if start_trainer is not None:
             return await start_trainer(ledger.folder)
         files, scratch, how = approved[-1].files, ledger.folder, policy.confine
