@@ -127,9 +127,10 @@ def check_approved(source: SourceFile) -> None:
         )
 
 
-def close_paths(root: Path) -> None:
-    """From here on sys.path leads to nothing in the project `root`, also where its entries are added later;
-    but to packages installed in an environment that lies in it."""
+def close_paths(root: Path, approved: dict[str, str] | None) -> None:
+    """As load_only; and from here on sys.path leads to nothing in the project `root`, also where its entries
+    are added later, but to packages installed in an environment that lies in it."""
+    load_only(root, approved)
     root, entries = root.resolve(), [Path(entry).resolve() for entry in sys.path]
     homes = [path for path in map(Path, (sys.prefix, sys.base_prefix)) if root in path.parents]
     kept = [OURS, *homes, *(path for path in entries if INSTALLED.intersection(path.parts))]
@@ -222,20 +223,12 @@ def imports_of(source: SourceFile, module: str = "") -> list[str]:
             case ast.Import():
                 names += [name for alias in node.names for name in (*_parents(alias.name), alias.name)]
             case ast.ImportFrom():
-                base = _absolute("." * node.level + (node.module or ""), package)
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join(part for part in (*above, node.module or "") if part)
                 names += [*_parents(base), base, *(f"{base}.{a.name}".lstrip(".") for a in node.names)]
             case ast.Call(
                 ast.Name("__import__" | "import_module") | ast.Attribute(attr="import_module"),
                 [ast.Constant(str(name)), *_],
             ):
-                base = _absolute(name, package)
-                names += [*_parents(base), base]
+                names += [*_parents(name), name]
     return names
-
-
-def _absolute(name: str, package: str) -> str:
-    """The name of a module that code in a package calls by this one, relative with dots in front or not."""
-    below = name.lstrip(".")
-    level = len(name) - len(below)
-    above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
-    return ".".join(part for part in (*above, below) if part)

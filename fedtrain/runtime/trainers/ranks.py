@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ... import strategies
 from ...arena import Arena, Frozen, subtract
 from ...config import Config
-from ...config.project import approved_in, close_paths, load_only
+from ...config.project import approved_in, close_paths
 from ...errors import ConfigError, TaskError
 from ...learning import Correct
 from ...messages import Metrics, SiteId, Update
@@ -310,8 +310,7 @@ def main() -> None:
 
 def work(start: RankStart) -> None:
     config = Config.of(start.config, start.root)
-    load_only(config.root, start.approved)
-    close_paths(config.root)
+    close_paths(config.root, start.approved)
     task = load_task(config.run.task, config.root, Path(start.data_dir) if start.data_dir else None)
     fetch = functools.cache(functools.partial(read, task, run_seed=config.run.seed))
     here = "127.0.0.1", start.port

@@ -23,7 +23,7 @@ import msgspec
 
 from ... import malloc
 from ...config import Config
-from ...config.project import close_paths, load_only
+from ...config.project import close_paths
 from ...store.disk import private
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
@@ -143,8 +143,7 @@ def serve(channel: socket.socket, confined: str = "", whole: bool = False, refus
 def bench_of(start: msg.Start, give_up: GiveUp = nobody) -> Workbench | MetricsOnly:
     """What a new trainer answers by."""
     config = Config.of(start.config, start.root)
-    load_only(config.root, start.approved)
-    close_paths(config.root)
+    close_paths(config.root, start.approved)
     if start.metrics_only:
         return MetricsOnly(config)
     data_dir = Path(start.data_dir) if start.data_dir is not None else None
