@@ -1,6 +1,10 @@
 """fedtrain: one training engine, four ways to exchange."""
 
-from __future__ import annotations
+import sys
+
+# `python -m fedtrain` has put the current folder first: nothing there is to run in place of Python's modules.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and {"fedtrain", "-mfedtrain"} & {*sys.orig_argv}:
+    del sys.path[0]
 
 from importlib import import_module
 from importlib.util import find_spec

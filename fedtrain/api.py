@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import modes, training
 from .config import Config, one_of
+from .config.project import load_only
 from .errors import ConfigError, FedtrainError, StoreError, openly
 from .events import Emit, Event, silent
 from .results import Run
@@ -95,6 +96,7 @@ async def simulation(
 ) -> Run:
     """`simulate` on the caller's event loop. `debug`: a site that is trained in this process anyway."""
     one_of("mode", mode, ("federated", "gossip"))
+    load_only(config.root, None)  # whatever a site of this process was held to
     run_dir = config.gossip_dir if mode == "gossip" else config.simulate_dir
     source, data = None if start is None else source_of(config, start), _data(task, data_dir)
     if mode == "gossip" and start is not None:

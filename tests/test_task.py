@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedtrain.config.project import sources
 from fedtrain.errors import ConfigError, TaskError, story_of
 from fedtrain.training.signatures import model_of
-from fedtrain.training.task import load_task, mean_and_weight, sources, task_digest, user_code
+from fedtrain.training.task import load_task, mean_and_weight, task_digest, user_code
 from tests.limits import WAIT_S
 
 TASK = """
@@ -83,7 +84,7 @@ def test_two_projects_in_one_process_do_not_mix_their_modules(tmp_path):
 def test_a_wrong_task_name_is_refused_with_what_to_change(tmp_path, spec, says):
     half = "class Half(fedtrain.Task):\n    def model(self): ...\n"
     with pytest.raises(ConfigError, match=re.escape(says)):
-        load_task(spec, write(tmp_path, task=TASK + half))
+        load_task(spec, write(tmp_path, task=TASK + half, random=""))
 
 
 @pytest.mark.parametrize("name", ["on_round_end", "on_epoch_start", "on_before_optimizer_step"])
@@ -121,7 +122,7 @@ def test_the_digest_covers_all_that_the_task_imports_and_nothing_else(tmp_path):
         "import net.layers\nfrom net import heads\nimport torch, json\ndef later():\n    from lazy import x\n"
     )
     package = {"net/__init__": "", "net/layers": "from . import parts\n", "net/heads": "", "net/parts": ""}
-    write(tmp_path, task=imports + TASK, lazy="x = 1\n", unrelated="", json="", **package)
+    write(tmp_path, task=imports + TASK, lazy="x = 1\n", unrelated="", **package)
     names = {"task", "net", "net.layers", "net.heads", "net.parts", "lazy"}
     assert set(sources("task:Heart", tmp_path)) == names
     before = task_digest("task:Heart", tmp_path)

@@ -45,6 +45,8 @@ def task_approve(config: Config, sites: tuple[str, ...], rules: tuple[str, ...])
     names = [folder.name for folder in folders]
     click.echo(f"{config.run.task} may run at {', '.join(names)}, until a byte of these files changes:")
     columns([(f"  {name}", sha256[:SHOWN]) for name, sha256 in approved.files.items()])
+    if approved.command:
+        click.echo(f"It trains by train.command: {approved.command}")
     click.echo(f"Approved as {approved.digest}. What else {names[0]} allows: {short(folders[0])}/policy.toml")
 
 
@@ -81,7 +83,8 @@ def policy_show(config: Config, sites: tuple[str, ...]) -> None:
         rows = [(f"  {f.name}", _said(getattr(own, f.name))) for f in fields(own) if f.name != "members"]
         rows += [(f"  member {name}", key[:SHOWN]) for name, key in sorted(own.members.items())]
         approvals = approval.Approvals(folder).valid.values()
-        columns([*rows, *((f"  may run {a.task}", f"{a.digest[:SHOWN]}, {a.at}, {a.by}") for a in approvals)])
+        rows += [(f"  may run {a.task}", f"{a.digest[:SHOWN]}, {a.at}, {a.by}") for a in approvals]
+        columns([*rows, *(("  may run train.command", a.command) for a in approvals if a.command)])
 
 
 @policy.command("set")

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, FedtrainError, TaskError, out_of_memory
+from .project import load, reached
 from .values import one_of
 
 T = TypeVar("T")
@@ -39,8 +37,6 @@ AT_SITES = {
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
 
 NOT_OWN = Path(__file__).parents[1], Path(difflib.__file__).parent  # fedtrain and Python
-
-_seen: dict[Path, int] = {}  # a file of the user's -> its modification time when it was asked for
 
 
 def is_own(kind: str) -> bool:
@@ -71,16 +67,14 @@ def class_of(
 def own_class(
     key: str, spec: str, base: type[T], root: Path | None, what: str, table: Iterable[str] = ()
 ) -> type[T]:
-    """The class "module:Class", from module.py or a package in `root`, which is put on sys.path.
+    """The class "module:Class", from module.py or a package in `root`; without one, from sys.path.
 
     ConfigError unless it is a frozen dataclass derived from `base` (`what`: "a strategy", say); TaskError
     where its file can't be imported. `table`: the names of ours, one of which may have been meant.
     """
     module_name, _, name = spec.partition(":")
-    if root is not None and sys.path[:1] != [str(root)]:
-        sys.path.insert(0, str(root))
     try:
-        module = _module(module_name, root)
+        module = load(module_name, {} if root is None else reached([module_name], root, key))
     except FedtrainError:
         raise
     except Exception as e:  # whatever the user's code raises while it is imported
@@ -174,36 +168,14 @@ def _frozen(cls: type) -> bool:
     return "__dataclass_params__" in own or not fields
 
 
-def _module(name: str, root: Path | None) -> ModuleType:
-    """The module, anew where the one that is loaded is another project's, or its file changed since."""
-    path = (root or Path()).joinpath(*name.split("."))
-    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if root is not None else ():
-        if file.is_file():
-            loaded, changed = getattr(sys.modules.get(name), "__file__", None), file.stat().st_mtime_ns
-            if loaded and (not file.samefile(loaded) or _seen.get(file, changed) != changed):
-                del sys.modules[name]
-            _seen[file] = changed
-            importlib.invalidate_caches()
-            break
-    return user_module(name)
-
-
-def user_module(name: str) -> ModuleType:
-    """The user's module that a setting names, imported without writing its bytecode: on a full disk
-    Python 3.11 leaves half a .pyc, which stands for the module from then on."""
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.dont_write_bytecode = written
-
-
 def told(error: Exception, folder: Path) -> str:
     """An exception of the user's code by its type ("out of memory" where that is it) and its place, as
     "KeyError in file:line, in function". Its message may quote data, and is left out (S35)."""
     what = "out of memory" if out_of_memory(error) else type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
-        what += f" (no module named {error.name!r})"
+        path = folder.joinpath(*error.name.split(".")).with_suffix(".py")
+        left_out = f"{path.name} is there, but no import statement of the task's files names it: add one"
+        what += f" ({left_out if path.is_file() else f'no module named {error.name!r}'})"
     file, line, function = _place_of(error, folder)
     return f"{what} in {file}:{line}{function and f', in {function}'}"
 

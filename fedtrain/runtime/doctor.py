@@ -261,7 +261,10 @@ def _training(config: Config, site: str | None, data_dir: Path | None) -> Iterat
 def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
     """One optimizer step, from the data to an update, in a trainer as a run's; at a site it is shut in as the
     site's own."""
-    confine = "off" if site is None else policy_from(folder_of(config, site)).confine
+    confine, approved = "off", None
+    if site is not None:
+        confine = policy_from(folder_of(config, site)).confine
+        approved = Approvals(folder_of(config, site)).check(config).files
     with (
         TemporaryDirectory(prefix=".fedtrain-doctor-", dir=_disk_of(config)) as folder,
         asyncio.Runner() as runner,
@@ -271,7 +274,14 @@ def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[F
         )
         scratch, simulated = Path(folder), site is None
         trainer = runner.run(
-            Trainer.start(small, data_dir=data_dir, scratch=scratch, simulated=simulated, confine=confine)
+            Trainer.start(
+                small,
+                data_dir=data_dir,
+                scratch=scratch,
+                simulated=simulated,
+                confine=confine,
+                approved=approved,
+            )
         )
         try:
             about = trainer.description

@@ -5,14 +5,21 @@ Their source is part of the task: of its digest, which both ends compare, and of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from os.path import normpath
+from pathlib import Path
 
 from .. import aggregation, compression
 from ..config import AggregationConfig, Config, SitePolicy, is_own, kind_in
+from ..config.project import SourceFile, imports_of, load_only, reached
 from ..errors import ConfigError
 from ..modes import WITH_COMPRESSOR
 
+# A word of train.command, for the shell; one that the shell writes to has its > in front.
+WORD = r"(?:>+\s*)?[^\s'\"`=;|&()<>$,:]+"
+SCRIPT = re.compile(r".*\.(py|sh)", re.DOTALL)
 STAR, GRAPH = ("strategy", "aggregation", "compression"), ("gossip",)  # sections
 
 
@@ -66,6 +73,25 @@ KINDS: dict[str, Callable[[Config], dict[str, str]]] = {
 }
 
 
+def command_files(config: Config) -> list[SourceFile]:
+    """The files of the project that train.command names, and those that the Python ones among them import.
+    ConfigError for a script that it names in a way that is not understood."""
+    root, key, found = config.root.resolve(), "train.command", list[SourceFile]()
+    for word in re.findall(WORD, config.train.command):
+        file = Path(normpath(root / word))
+        if file.is_file() and file.is_relative_to(root):
+            found.append(SourceFile.read(file, root))
+            names = imports_of(found[-1]) if file.suffix == ".py" else []
+            found += reached(names, root, key, file.parent).values()
+        elif SCRIPT.fullmatch(word) and not Path(word).is_absolute():
+            raise ConfigError(
+                f"{key}: {word!r} is no file in {root}. Name a script by its path from there, without "
+                f"a space and without `cd`; or, outside of the project, by its whole path."
+            )
+        found += reached([word], root, key).values()
+    return found
+
+
 def source_digest(config: Config) -> str:
     """The digest of the source that decides what is trained; none of the source is run. What peers exchange
     by is told apart: gossip_setup.agreed."""
@@ -86,6 +112,13 @@ def check_beside_key(config: Config, policy: SitePolicy, *, peer: bool) -> None:
                 f"where nothing shuts it in (policy.confine). Read its file; if you trust it with the key: "
                 f"fedtrain policy set confine=off.{instead}"
             )
+
+
+def load_only_beside_key(config: Config, approved: dict[str, str]) -> None:
+    """Have the process that holds a site's key load only approved files, where a class of the user's own
+    runs in it, which encodes under masks."""
+    if "compression.up" in named_in(config, "compression"):
+        load_only(config.root, approved)
 
 
 def beside_key(config: Config) -> Config:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..config import COMMANDS, MACHINE, Config, Source
 from ..config.load import parsed
+from ..config.project import sources
 from ..errors import ConfigError
 from ..tracking.runs import meta_of
-from ..training.task import sources
 from .own_code import STAR, named_in
 
 SECTIONS = (
@@ -58,7 +58,7 @@ def _refuse_a_runs_own_code(key: str, spec: str, config: Config, run: Path) -> N
     choose among the project's own."""
     if ":" not in spec or spec in (config.run.task, named_in(config, *STAR).get(key)):
         return
-    file = sources(spec, config.root, key)[spec.partition(":")[0]].resolve()
+    file = sources(spec, config.root, key)[spec.partition(":")[0]].path.resolve()
     if any(file.is_relative_to(folder.resolve()) for folder in (config.root / config.run.dir, run)):
         raise ConfigError(
             f"{key}: {run.name} was trained with {spec!r}, whose code lies among the runs: {file}. Where you "

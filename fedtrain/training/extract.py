@@ -28,8 +28,9 @@ from pathlib import Path
 from types import CodeType, EllipsisType, FunctionType, ModuleType, NoneType
 from typing import Any
 
+from ..config.project import parsed
 from ..errors import ConfigError, writing
-from .task import Task, arguments_of, parsed, words
+from .task import Task, arguments_of, words
 
 ATOMS = {bool, int, float, str, bytes, NoneType, EllipsisType}
 LONG = 4096  # bytes, or items of a list: more lie in a file
@@ -391,10 +392,9 @@ def imported(name: str, value: Any, there: str = "") -> str:
 def plain(value: Any) -> bool:
     """Whether a value's repr() is a literal of it, and short."""
     kind = type(value)
-    if kind in (list, tuple):
-        return len(value) <= LONG and all(map(plain, value))
-    if kind is dict:
-        return all(map(plain, value.items()))
+    if kind in (list, tuple, dict):
+        items = value.items() if kind is dict else value
+        return (kind is dict or len(value) <= LONG) and all(map(plain, items))
     return kind in ATOMS and not (
         (kind is bytes and len(value) > LONG) or (kind is float and value - value != 0)
     )

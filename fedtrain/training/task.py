@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..config.own import told, told_openly, user_module
+from ..config.own import told, told_openly
+from ..config.project import load, parsed, sources, tree_of
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 from .signatures import check_methods
@@ -125,29 +124,19 @@ class Task:
 
 Averages = dict[str, float]
 REQUIRED = ("model", "data", "loss")
-_loaded: dict[Path, int] = {}  # a task's file -> its modification time when it was loaded
-_parsing = threading.Lock()
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     """The task of a spec "module:Class" or "module:Class(size=3)", from module.py or a package in `root`.
 
-    `root` is put at the front of sys.path, so that the task can import other files in it. ConfigError when
-    there is no such task; TaskError when its code fails.
+    The task can import other files in `root`: those that its import statements name. ConfigError when there
+    is no such task; TaskError when its code fails.
     """
     root = root.resolve()
     module_name, class_name, args, kwargs = _split(spec)
-    for name, file in sources(spec, root).items():
-        loaded, changed = getattr(sys.modules.get(name), "__file__", None), file.stat().st_mtime_ns
-        if loaded is not None and (Path(loaded).resolve() != file or _loaded.get(file) != changed):
-            del sys.modules[name]  # of another project, changed since, or not loaded by load_task
-        _loaded[file] = changed
-    if sys.path[:1] != [str(root)]:
-        sys.path.insert(0, str(root))
-    importlib.invalidate_caches()
     with user_code(root):
-        module = user_module(module_name)
+        module = load(module_name, sources(spec, root))
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)]
@@ -172,12 +161,11 @@ def task_digest(spec: str, root: Path, also: Mapping[str, str] = MappingProxyTyp
     `root` that it imports; likewise for `also`, key -> a class of the user's own that it names. Comments,
     layout, docstrings don't count. Files are parsed, never imported, so a site can refuse code before it
     runs."""
-    root = root.resolve()
     digest = hashlib.sha256()
     named = [("run.task", spec), *also.items()]
     files = {file for key, each in named for file in sources(each, root, key).values()}
-    for name, file in sorted((f.relative_to(root).as_posix(), f) for f in files):
-        for word in (name, *words(_parsed(file))):
+    for file in sorted(files, key=lambda each: each.name):
+        for word in (file.name, *words(tree_of(file))):
             digest.update(f"{word}\0".encode())
     return digest.hexdigest()
 
@@ -199,50 +187,6 @@ def words(tree: ast.AST) -> Iterator[str]:
                 todo += reversed(nodes)
             case value:
                 yield hex(value) if type(value) is int else ascii(value)  # a huge int has no decimal form
-
-
-def sources(spec: str, root: Path, key: str = "run.task") -> dict[str, Path]:
-    """Module name -> file, for the module of "module:Class", which `key` names, and all modules in `root`
-    that its import statements reach.
-
-    Imports inside functions count; importlib.import_module("...") is not found.
-    """
-    root = root.resolve()
-    module_name = _split(spec)[0]
-    top = module_name.partition(".")[0]
-    if top in sys.stdlib_module_names:
-        raise ConfigError(f"{key}: {top}.py has the name of one of Python's own modules. Rename it.")
-    found: dict[str, Path] = {}
-    todo = [module_name]
-    while todo:
-        name = todo.pop()
-        file = _file_of(name, root)
-        if name in found or file is None:
-            continue
-        found[name] = file
-        todo += _parents(name)
-        todo += _imports(name, file)
-    if module_name not in found:
-        here = [f.stem for f in sorted(root.glob("*.py"))]
-        file = root.joinpath(*module_name.split("."))
-        raise ConfigError(f"{key}: {file}.py does not exist.{nearest(module_name, here)}")
-    return found
-
-
-def parsed(source: str | bytes, filename: str = "<unknown>", mode: str = "exec") -> Any:
-    """ast.parse for several threads, which Python 3.11 mixes up where one of them collects garbage."""
-    with _parsing:
-        return ast.parse(source, filename, mode)
-
-
-def _parsed(file: Path) -> ast.Module:
-    try:
-        tree: ast.Module = parsed(file.read_bytes(), str(file))
-        return tree
-    except SyntaxError as e:
-        raise TaskError(f"SyntaxError in {file.name}:{e.lineno}: {e.msg}") from None
-    except ValueError as e:  # null bytes
-        raise TaskError(f"{file.name} is not Python source: {e}") from None
 
 
 def _split(spec: str) -> tuple[str, str, list[Any], dict[str, Any]]:
@@ -277,37 +221,6 @@ def arguments_of(task: Task) -> str | None:
     except (ConfigError, ValueError):  # ValueError: an array has no single truth value for ==
         same = False
     return (said and f"({said})") if same else None
-
-
-def _file_of(module: str, root: Path) -> Path | None:
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top == __name__.partition(".")[0]:
-        return None
-    path = root.joinpath(*module.split("."))
-    for file in (path / "__init__.py", path.with_name(path.name + ".py")):
-        if file.is_file():
-            return file
-    return None
-
-
-def _parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def _imports(module: str, file: Path) -> list[str]:
-    """The absolute name of every module that the file may import."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    names: list[str] = []
-    for node in ast.walk(_parsed(file)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                names += [*_parents(alias.name), alias.name]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join(part for part in (*above, node.module or "") if part)
-            names += [*_parents(base), base, *(f"{base}.{a.name}".lstrip(".") for a in node.names)]
-    return names
 
 
 @contextmanager

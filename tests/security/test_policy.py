@@ -237,9 +237,10 @@ def test_s22_a_compiled_file_beside_an_approved_source_is_not_run(tmp_path):
         str(tmp_path / "evil.py"), str(cached),
         invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
     )  # fmt: skip
-    load = "import sys; sys.path.insert(0, '.'); {}import task; print(task.found)"
-    only = "import pathlib, fedtrain.training.source_only as s; s.load_sources_only(pathlib.Path()); "
-    for before, found in (("", "compiled"), (only, "source")):
+    load = "import sys; sys.path.insert(0, '.'); {}; print(task.found)"
+    ours = "from pathlib import Path; from fedtrain.config.project import load, sources; "
+    ours += "task = load('task', sources('task:Toy', Path('.')))"
+    for before, found in (("import task", "compiled"), (ours, "source")):
         done = subprocess.run(
             [sys.executable, "-c", load.format(before)], cwd=tmp_path, capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True,

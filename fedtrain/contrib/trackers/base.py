@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ... import events as e
+from ...config.project import load, reached
 from ...errors import ConfigError, nearest, writing
 from ...events import AnyEvent, Event
 from ...tracking.log import events_file
@@ -101,8 +101,7 @@ def tracker_of(name: str, root: Path) -> type[Tracker]:
         if name in TRACKERS:
             found = importlib.import_module(f".{module}", __package__)
         else:
-            sys.path.insert(0, str(root))
-            found = importlib.import_module(module)
+            found = load(module, reached([module], root, f"--to {name}"))
     except ModuleNotFoundError as missing:
         mend = f"pip install 'fedtrain[{name}]'" if name in TRACKERS else f"it is looked for in {root}"
         raise ConfigError(f"the tracker {name} needs {missing.name}: {mend}.") from None

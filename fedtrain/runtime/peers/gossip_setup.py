@@ -27,6 +27,7 @@ from ...config import (
     own_class,
     policy_from,
 )
+from ...config.project import load_only
 from ...config.values import Settings, require
 from ...errors import ConfigError
 from ...exchange import PeerId
@@ -36,7 +37,6 @@ from ...gossip.noloco import NoLoCo
 from ...modes import WITH_COMPRESSOR
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
-from ...training.source_only import load_sources_only
 from ...training.task import task_digest, user_code
 from ..own_code import GRAPH, check_beside_key, named_in
 from ..sites import privacy
@@ -121,8 +121,7 @@ def algorithm_beside_key(config: Config, folder: Path) -> tuple[Algorithm, Topol
     so the peer's people have approved it, and have nothing against that."""
     if named_in(config, *GRAPH):
         check_beside_key(config, policy_from(folder), peer=True)
-        Approvals(folder).check(config)
-        load_sources_only(config.root)
+        load_only(config.root, Approvals(folder).check(config).files)
     return algorithm_of(config)
 
 

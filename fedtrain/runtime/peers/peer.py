@@ -42,7 +42,7 @@ from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..auditing import audited
 from ..journal import Journal, Lap, Result, plain
-from ..sites.approval import Approvals, policy_of
+from ..sites.approval import Approval, Approvals, policy_of
 from ..sites.pins import pins_of
 from ..sites.records import records_of
 from ..sites.spent import Spent
@@ -101,13 +101,14 @@ async def run(
     check_policy(config, policy)
     check_graph(algorithm, graph, config.run.seed, config.gossip.masks)
 
+    approved: list[Approval] = []  # of each trainer that was started
+
     async def start(scratch: Path) -> Trains:
-        approvals.check(config)  # before a line of the task runs
+        approved.append(approvals.check(config))  # before a line of the task runs
         if start_trainer is not None:
             return await start_trainer(scratch)
-        return await Trainer.start(
-            of_a_peer(config), data_dir=data_dir, scratch=scratch, confine=policy.confine
-        )
+        own, files, how = of_a_peer(config), approved[-1].files, policy.confine
+        return await Trainer.start(own, data_dir=data_dir, scratch=scratch, confine=how, approved=files)
 
     async with AsyncExitStack() as stack:
         audit = stack.enter_context(closing(audited(config, name, emit, current)))
@@ -115,7 +116,7 @@ async def run(
         store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit), copies=True)))
         journal = Journal(config, store, emit)
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
-        emit(approvals.check(config).event)
+        emit(approved[-1].event)
         stack.push_async_callback(trainer.close)
         if trainer.description.confined:
             emit(Notice(text=trainer.description.confined))

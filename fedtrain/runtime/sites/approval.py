@@ -19,14 +19,13 @@ import msgspec
 from ... import pki
 from ...config import Config, SitePolicy, keep_policy, policy_from
 from ...config.policy import FILE as POLICY
-from ...digest import sha256_of
+from ...config.project import SourceFile, sources
 from ...errors import ConfigError, nearest
 from ...events import ActionApproved
 from ...messages import SiteId
 from ...pki import members
 from ...store.chain import Chain
-from ...training.task import sources
-from ..own_code import GRAPH, STAR, named_in
+from ..own_code import GRAPH, STAR, command_files, named_in
 
 FILE = "approvals.jsonl"
 REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "*.lock")
@@ -42,6 +41,7 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     by: str  # the user who typed it
     at: str  # UTC
     approved: bool = True
+    command: str = ""  # train.command
 
     @property
     def event(self) -> ActionApproved:
@@ -52,17 +52,18 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
 def files_of(config: Config) -> dict[str, str]:
     """The files that decide what runs at a site, each with its SHA-256. None of them is run."""
     root, specs = config.root.resolve(), {"run.task": config.run.task, **named_in(config, *STAR, *GRAPH)}
-    found = {file for key, spec in specs.items() for file in sources(spec, root, key).values()}
-    found |= {file for pattern in REQUIREMENTS for file in root.glob(pattern)}
-    named = sorted((file.relative_to(root).as_posix(), file) for file in found)
-    return {name: sha256_of(file) for name, file in named}
+    found = command_files(config)
+    found += [source for key, spec in specs.items() for source in sources(spec, root, key).values()]
+    found += [SourceFile.read(file, root) for pattern in REQUIREMENTS for file in root.glob(pattern)]
+    return {source.name: source.sha256 for source in sorted(found)}
 
 
 def digest_of(config: Config, files: dict[str, str]) -> str:
-    """The SHA-256 that stands for these files, for what of them is the task, and with which arguments; and
-    for what else of them the settings name, without its options."""
+    """The SHA-256 that stands for these files, for what of them is the task, and with which arguments; for
+    what else of them the settings name, without its options; and for train.command."""
     others = {key: kind for key, kind in named_in(config, *STAR, *GRAPH).items() if key != "strategy.kind"}
     named = [config.run.task, config.strategy.kind, files, *([others] if others else [])]
+    named += [{"train.command": config.train.command}] if config.train.command else []
     body = msgspec.json.encode(named)
     return hashlib.sha256(body).hexdigest()
 
@@ -85,13 +86,15 @@ class Approvals:
         files = files_of(config)
         if found := self.valid.get(digest_of(config, files)):
             return found
-        here = f"fedtrain task approve {self.folder.name}"
+        here, command = f"fedtrain task approve {self.folder.name}", config.train.command
         if not (before := [each for each in self.valid.values() if each.task == config.run.task]):
             raise ConfigError(
-                f"{config.run.task} is not approved at this site. Read it ({', '.join(files)}), then: {here}"
+                f"{config.run.task} is not approved at this site. Read it ({', '.join(files)}"
+                f"{command and f', and train.command = {command!r}'}), then: {here}"
             )
         old = before[-1].files
         changed = [name for name in sorted({*old, *files}) if old.get(name) != files.get(name)]
+        changed += ["train.command"] if before[-1].command != command else []
         what = ", ".join(changed) or ", ".join({"strategy.kind": "", **named_in(config, *STAR, *GRAPH)})
         raise ConfigError(
             f"{what} changed since {config.run.task} was approved at this site, {before[-1].at}. Read what "
@@ -103,7 +106,8 @@ class Approvals:
         files = files_of(config)
         digest = digest_of(config, files)
         if digest not in self.valid:
-            made = Approval(digest=digest, task=config.run.task, files=files, by=user(), at=now())
+            task, command = config.run.task, config.train.command
+            made = Approval(digest=digest, task=task, files=files, by=user(), at=now(), command=command)
             self._chain.append(made)
         return self.valid[digest]
 

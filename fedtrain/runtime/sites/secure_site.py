@@ -23,8 +23,7 @@ from ...secagg.noise import DiscreteGaussian
 from ...secagg.roster import Verifies
 from ...store import Ledger
 from ...store.memory import NEVER as NO_ROUND
-from ...training.source_only import load_sources_only
-from ..own_code import beside_key, named_in
+from ..own_code import beside_key
 from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
 from ..threads import all_cores
 from .cohorts import RULES, Cohorts, Opened
@@ -181,8 +180,6 @@ def secure_site_of(
 ) -> SecureSite:
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
     `spent` is shorter than the sums that this site was in. `rules`: the site's policy."""
-    if "compression.up" in named_in(config, "compression"):
-        load_sources_only(config.root)  # what its people approved
     check_config(beside_key(config))
     federation = current().identity.federation
     noise_key = None

@@ -38,12 +38,13 @@ from ...wire.codec import fetch_list
 from ...wire.frames import Hello
 from ..auditing import audited
 from ..journal import Journal
+from ..own_code import load_only_beside_key
 from ..star.agreement import bounds_of
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
-from .approval import Approvals
+from .approval import Approval, Approvals
 from .gate import Gate, gate_of
 from .models import CheckedSums, Models
 from .pins import pins_of
@@ -253,9 +254,7 @@ async def run(
     start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
 ) -> str:
     """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree.
-
-    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
-    """
+    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code."""
     keep_freed()
     check_statistics(config)
     own = folder_of(config, name)
@@ -266,11 +265,14 @@ async def run(
     emit = audit.emit
     ledger = ledger_of(config, name, own, policy, emit)
 
+    approved: list[Approval] = []  # of each trainer that was started
+
     async def start() -> Trains:
-        approvals.check(config)  # before a line of the task runs, whenever a process loads it
+        approved.append(approvals.check(config))  # before a line of the task runs, in each process
         if start_trainer is not None:
             return await start_trainer(ledger.folder)
-        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder, confine=policy.confine)
+        files, scratch, how = approved[-1].files, ledger.folder, policy.confine
+        return await Trainer.start(config, data_dir=data_dir, scratch=scratch, confine=how, approved=files)
 
     pins = pins_of(own, policy, credentials, emit)
     check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pins)
@@ -278,7 +280,7 @@ async def run(
     journal.start("site", buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0)
     try:
         trainer = await Supervised.begin(start)
-        emit(approvals.check(config).event)  # the very code that is loaded now
+        emit(approved[-1].event)  # of the bytes that the trainer loaded
         address = config.network.address or config.network.listen
         target = aggregator_target(credentials.identity.federation)
         link = SiteLink(
@@ -303,6 +305,7 @@ async def run(
         secure = None
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
+            load_only_beside_key(config, approved[-1].files)
             secure = secure_site_of(
                 config, name, current, ledger, check, about.extras, spent, policy, checked
             )

@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 
 from ...config import Config, SitePolicy, policy_from
+from ...config.project import load_only
 from ...errors import CertificateError
 from ...messages import SiteId
 from ...pki import Credentials
 from ...pki.identity import Current
-from ...training.source_only import load_sources_only
 from ...training.task import Task, load_task
 from ..own_code import check_beside_key
 from .approval import Approvals, policy_of
@@ -59,6 +59,7 @@ def task_for(
         return task
     if name is not None and os.path.exists((folder := folder_of(config, name)) / "key.pem"):
         policy_from(folder)  # nobody else may have written there
-        Approvals(folder).check(config)
-        load_sources_only(config.root)
+        load_only(config.root, Approvals(folder).check(config).files)
+    else:
+        load_only(config.root, None)
     return load_task(config.run.task, config.root, data_dir)

@@ -7,6 +7,7 @@ it writes is checked against the model's schema; from there on it is an update a
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from msgspec.structs import asdict
 
 from ...arena import Arena, subtract
 from ...config import COMMAND_WORDS, Config
+from ...config.project import check_approved
 from ...digest import seed_of
 from ...errors import TaskError, some
 from ...messages import Metrics, SiteId, Update
+from ..own_code import WORD, command_files
 from ..processes import end_tree, ending
 
 if TYPE_CHECKING:
@@ -72,7 +75,7 @@ class OwnTrainer:
         writes anything but tensors of this model."""
         with TemporaryDirectory(prefix="command-") as folder:  # in the trainer's scratch folder
             request, about = self._request(site, round, weights.model, Path(folder))
-            self._run({**asdict(request), "request": about})
+            self._run({**asdict(request), "request": about}, Path(folder) / "files")
             report = read_report(Path(request.report))
             read_tensors(Path(request.out), out)
         if not report.delta:
@@ -101,15 +104,22 @@ class OwnTrainer:
         Path(about).write_bytes(msgspec.json.encode(request))
         return request, Path(about)
 
-    def _run(self, values: dict[str, Any]) -> None:
-        """The command, to its end. Its output is the trainer's own."""
-        config, words = self._config, self._config.train.command
+    def _run(self, values: dict[str, Any], folder: Path) -> None:
+        """The command, to its end, with copies in `folder` in place of the project's files that it names. Its
+        output is the trainer's own."""
+        config, copies = self._config, copied(self._config, folder)
+        # With `python -m` and `-c` Python would look for modules in the current folder first.
+        safe = "1" if re.search(r"(^|\s)-\w*[mc]", config.train.command) else ""
+        words = "".join(
+            copies.get(os.path.normpath(word), word) for word in re.split(f"({WORD})", config.train.command)
+        )
         for name in COMMAND_WORDS:
             words = words.replace(f"{{{name}}}", shlex.quote(str(values[name])))
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        modules = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
         process = subprocess.Popen(
             ["/bin/sh", "-c", words], cwd=config.root, stdin=subprocess.DEVNULL, stdout=2, stderr=2,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, "PYTHONPATH": modules, "PYTHONSAFEPATH": safe},
         )  # fmt: skip
         try:
             status = process.wait(config.train.command_timeout)
@@ -123,6 +133,20 @@ class OwnTrainer:
                 process.wait()
         if status:
             raise TaskError(f"train.command {ending(status)}; what it said is in this site's output")
+
+
+def copied(config: Config, folder: Path) -> dict[str, str]:
+    """The project's files that train.command names, and what these import, copied below `folder`, by their
+    paths in the project, quoted for the shell. At a site ConfigError where one is not as it was approved."""
+    found = {}
+    for source in command_files(config):
+        check_approved(source)
+        path = folder / source.name
+        found[source.name] = shlex.quote(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.content)
+        path.chmod(0o700)  # a script may be started by its name
+    return found
 
 
 def read_report(file: Path) -> TrainingReport:

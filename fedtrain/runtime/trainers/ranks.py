@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ... import strategies
 from ...arena import Arena, Frozen, subtract
 from ...config import Config
+from ...config.project import approved_in, close_paths
 from ...errors import ConfigError, TaskError
 from ...learning import Correct
 from ...messages import Metrics, SiteId, Update
@@ -70,6 +71,7 @@ class RankStart(msgspec.Struct, array_like=True):
     config: dict[str, Any]
     root: str
     data_dir: str | None
+    approved: dict[str, str] | None = None  # as trainer_messages.Start
 
 
 class RankGroup:
@@ -273,7 +275,8 @@ def start_ranks(
         reports, report = os.pipe()
         folder = str(data_dir) if data_dir else None
         start = RankStart(
-            rank, store.port, secret, os.getpid(), report, config.table(), str(config.root), folder
+            rank, store.port, secret, os.getpid(), report, config.table(), str(config.root), folder,
+            approved_in(config.root)
         )  # fmt: skip
         arguments = [sys.executable, "-P", "-m", __name__]
         process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(report,))
@@ -307,6 +310,7 @@ def main() -> None:
 
 def work(start: RankStart) -> None:
     config = Config.of(start.config, start.root)
+    close_paths(config.root, start.approved)
     task = load_task(config.run.task, config.root, Path(start.data_dir) if start.data_dir else None)
     fetch = functools.cache(functools.partial(read, task, run_seed=config.run.seed))
     here = "127.0.0.1", start.port

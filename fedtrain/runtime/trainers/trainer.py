@@ -187,6 +187,7 @@ class Trainer(Trains, asyncio.Protocol):
         metrics_only: bool = False,
         gpu: str | None = None,
         confine: str = "off",
+        approved: dict[str, str] | None = None,
     ) -> Self:
         """Start a process and have it load the task.
 
@@ -197,12 +198,14 @@ class Trainer(Trains, asyncio.Protocol):
             pass_fds: File descriptors that it inherits.
             metrics_only, confine: It makes no model and trains nothing; as policy.confine.
             gpu: The only GPU that it sees, as CUDA_VISIBLE_DEVICES names it.
+            approved: The project's files, each with its SHA-256, of which alone it loads any; None: all.
 
         Raises:
             ConfigError, TaskError: It cannot load the task.
             TrainerDied: TRIES processes died over it.
         """
         start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
+        start.approved = approved
         for left in reversed(range(TRIES)):
             process, channel = await spawn(config, scratch, log, pass_fds, gpu, confine)
             trainer = cls(process, log)

@@ -54,6 +54,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     simulated: bool
     metrics_only: bool = False
     machine: str = ""  # of the run directory, where the trainer runs elsewhere; see remote.this_machine
+    approved: dict[str, str] | None = None  # at a site: the files of which alone it loads, by their SHA-256
 
 
 class Initial(msgspec.Struct, tag=True, array_like=True):

@@ -23,8 +23,8 @@ import msgspec
 
 from ... import malloc
 from ...config import Config
+from ...config.project import close_paths
 from ...store.disk import private
-from ...training.source_only import load_sources_only
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
 from .metrics_only import MetricsOnly
@@ -82,8 +82,9 @@ def _main(config: Config, channel: int, confine: str) -> list[str]:
 def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[str, str]:
     """The child's environment: this one, without what names keys, and with this very fedtrain on its path."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
-    here = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, [here, ours.get("PYTHONPATH", "")]))
+    root, given = config.root.resolve(), filter(None, ours.get("PYTHONPATH", "").split(os.pathsep))
+    outside = [entry for entry in given if not Path(entry).resolve().is_relative_to(root)]
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[3]), *outside])
     threads = str(config.train.threads)
     return ours | {
         "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
@@ -142,8 +143,7 @@ def serve(channel: socket.socket, confined: str = "", whole: bool = False, refus
 def bench_of(start: msg.Start, give_up: GiveUp = nobody) -> Workbench | MetricsOnly:
     """What a new trainer answers by."""
     config = Config.of(start.config, start.root)
-    if not start.simulated:
-        load_sources_only(config.root)  # what a site's people approved
+    close_paths(config.root, start.approved)
     if start.metrics_only:
         return MetricsOnly(config)
     data_dir = Path(start.data_dir) if start.data_dir is not None else None
