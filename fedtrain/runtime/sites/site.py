@@ -269,8 +269,8 @@ async def run(
     async def start() -> Trains:
         approvals.check(config)  # before a line of the task runs, whenever a process loads it
         if start_trainer is not None:
-            return await start_trainer(ledger.folder)
-        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder, confine=policy.confine)
+            return await start_trainer(ledger.scratch)
+        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.scratch, confine=policy.confine)
 
     pins = pins_of(own, policy, credentials, emit)
     check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -25,10 +26,18 @@ from ...population import Population
 from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
+from .boundary import Limit
 
 T = TypeVar("T")
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
 FRAME_BYTES = 1 << 28  # a longer frame is damaged
+SCRATCH = "CONFINED_TO"  # in the environment of a process that is shut in: the folder that it may write
+DENIED = (
+    "Read-only file",
+    "Permission denied",
+    "Operation not permitted",
+    "readonly",
+)  # in an error of its task
 
 
 class ModelFile(msgspec.Struct, array_like=True):
@@ -198,9 +207,13 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     personal: bool = False  # whether each site has a model of its own
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
-    confined: str = ""  # what the process can't do, where it was shut in
-    whole: bool = False  # whether it was shut in as far as was asked for
+    limits: Sequence[Limit] = ()  # what the process can't do, where it was shut in
     on_gpu: bool = False
+
+    @property
+    def confined(self) -> str:
+        """What the process can't do, in words; "" where it was not shut in."""
+        return "; ".join(limit.said for limit in self.limits)
 
     @property
     def update(self) -> Schema:
@@ -248,7 +261,13 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     def of(cls, error: Exception) -> Failed:
         config, own = isinstance(error, ConfigError), isinstance(error, BadUpdate | Forgotten)
         store = isinstance(error, StoreError) and not own
-        return cls(reason_of(error), config, store, story_of(error), own, getattr(error, "openly", ""))
+        story = story_of(error)
+        if (folder := os.environ.get(SCRATCH)) and any(words in story for words in DENIED):
+            story += (
+                f"policy.confine lets the task write in {folder} ($TMPDIR) alone, and read no keys. "
+                f"Write there, or prepare the file before the run.\n"
+            )
+        return cls(reason_of(error), config, store, story, own, getattr(error, "openly", ""))
 
     def error(self) -> FedtrainError:
         if not self.config and not self.store:
