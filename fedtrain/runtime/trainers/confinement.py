@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -50,6 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def shut_in(wanted: Boundary) -> list[Limit]:
     """What this process, and all that it starts, can no longer do, after it was tried."""
     hidden, memory, by = wanted.hidden, SHARED_MEMORY, []
+    linked = [name for name in wanted.keys if os.path.isfile(name) and os.lstat(name).st_nlink > 1]
     if spaces := _works_in_a_child(wanted):
         _namespaces(wanted)
         hidden, memory, by = [], "" if wanted.own_memory else memory, ["namespaces"]
@@ -61,12 +62,12 @@ def shut_in(wanted: Boundary) -> list[Limit]:
         families = (*seccomp.LOCAL, *internet)
         seccomp.restrict(families, datagrams=wanted.several, fixed_modes=not spaces)
         by.append("seccomp")
-    return tried(wanted, " and ".join(filter(None, [wanted.scratch[0], memory])), by)
+    return tried(wanted, " and ".join(filter(None, [wanted.scratch[0], memory])), by, linked)
 
 
-def tried(wanted: Boundary, scratch: str, by: Collection[str]) -> list[Limit]:
+def tried(wanted: Boundary, scratch: str, by: Collection[str], linked: Sequence[str] = ()) -> list[Limit]:
     """What this process finds when it tries to do what it must not. `scratch`: where it may write, in words;
-    `by`: what shuts it in."""
+    `by`: what shuts it in. `linked`: keys that have a second name, which isn't known."""
     readable = [name for name in wanted.keys if _works(_first_byte, name)]
     writable = [place for place in wanted.places if _works(_temporary_file, place)]
     internet, local = (_works(_socket, family) for family in (socket.AF_INET, socket.AF_UNIX))
@@ -74,8 +75,8 @@ def tried(wanted: Boundary, scratch: str, by: Collection[str]) -> list[Limit]:
     asked, calls = wanted.how == "keys", _libc.unshare(0) == 0
     key = f"cannot read keys and certificates ({len(wanted.keys)} files tried)"
     files, network = f"it writes in {scratch} alone", "it has no network"
-    if readable:
-        key = f"CAN READ {readable[0]} (tried)"
+    if readable or linked:
+        key = f"CAN READ {readable[0]} (tried)" if readable else f"may read {linked[0]} by its other hard link"
     if writable:
         files = f"it can write what your account can, as in {writable[0]} (tried)"
     if internet:
@@ -85,7 +86,7 @@ def tried(wanted: Boundary, scratch: str, by: Collection[str]) -> list[Limit]:
         sockets = "it can call other programs of this account by their Unix sockets"
     means = f"by {', '.join(by)}" if by else "this system has no namespaces, Landlock or seccomp for it"
     return [
-        Limit("key", not readable, f"the task's code {key}"), Limit("files", not writable, files),
+        Limit("key", not (readable or linked), f"the task's code {key}"), Limit("files", not writable, files),
         Limit("network", asked or not outside, network), Limit("sockets", not local, sockets),
         Limit("calls", not calls, f"system calls to others are {'open' if calls else 'closed'}; {means}"),
     ]  # fmt: skip

@@ -207,7 +207,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     personal: bool = False  # whether each site has a model of its own
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
-    limits: Sequence[Limit] = ()  # what the process can't do, where it was shut in
+    limits: list[Limit] = []  # what the process can't do, where it was shut in
     on_gpu: bool = False
 
     @property

@@ -158,7 +158,7 @@ def serve(channel: socket.socket, limits: Sequence[Limit] = (), refusal: str = "
         return send(msg.Failed.of(e))
     gc.freeze()
     gc.enable()
-    send(msgspec.structs.replace(bench.description, limits=limits))
+    send(msgspec.structs.replace(bench.description, limits=[*limits]))
     for body in incoming:
         try:
             answer = bench.answer(msg.commands.decode(body))
