@@ -258,6 +258,58 @@ def test_s10_a_command_of_ones_own_trains_where_the_policy_requires_to_be_shut_i
     assert found["tcp"] in ("ConnectionRefusedError", "PermissionError")
 
 
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+import fedtrain
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, at):
+        return torch.full((1 << 17,), float(at)), torch.ones(1)
+
+class Line(fedtrain.Task):
+    def model(self):
+        return nn.Linear(1 << 17, 1)
+
+    def data(self, site):
+        try:
+            print("key", (Path(__file__).parent / "certs/sites/a/key.pem").read_text(), file=sys.stderr)
+        except OSError:
+            print("no key", file=sys.stderr)
+        return Rows()
+
+    def loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.slow(12)
+def test_s10_ranks_with_readers_train_where_the_policy_requires_to_be_shut_in(project):
+    """Their batches go from process to process by /proc: no Unix socket is opened."""
+    (project.root / "task.py").write_text(RANKS)
+    table = {"run": {"name": "r", "task": "task:Line"}, "train": {"device": "cpu", "batch_size": 4},
+             "parallel": {"ranks": 2, "readers": 1}}  # fmt: skip
+    scratch, log = project.root / "runs" / "trainer", project.root / "output"
+    config = Config.of(table, project.root)
+
+    async def train() -> float:
+        async with await Trainer.start(config, scratch=scratch, confine="require", log=log) as trainer:
+            initial = await trainer.initial(scratch / "initial")
+            return (await trainer.train("a", 0, initial, scratch / "delta")).num_examples
+
+    try:
+        assert asyncio.run(train()) == 8
+    except ConfigError as e:
+        pytest.skip(str(e))
+    assert log.read_text().count("no key") == 2
+
+
 # --- attacks, each in a process that shuts itself in as a trainer does
 
 
@@ -408,7 +460,7 @@ def test_s10_c1_a_key_with_a_second_name_is_not_said_to_be_hidden(world, mode):
     said, found = world.attack(mode, {"backup": (world.home / "backup.pem").read_text})
     assert found["backup"] == "did it: 'the secret'"
     assert not said["key"].holds
-    assert "credentials/key.pem by its other hard link" in said["key"].said or "CAN READ" in said["key"].said
+    assert any(words in said["key"].said for words in ("CAN READ /", "/key.pem, which has a second name"))
 
 
 def test_s10_where_a_system_cannot_shut_it_in_it_says_so(world):

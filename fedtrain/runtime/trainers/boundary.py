@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's, of the unit that runs this process
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # Linux's own
+SCRATCH = "CONFINED_TO"  # in the environment of a process that is shut in: the folder that it may write
+DENIED = ("Read-only file", "Permission denied", "Operation not permitted", "readonly")
 MOST_LINKS = 40  # that the kernel follows in one path
 
 
@@ -35,6 +37,15 @@ class Limit(NamedTuple):
     what: str
     holds: bool  # as far as the policy asks for it
     said: str
+
+
+def with_advice(story: str) -> str:
+    """The traceback of a task's error, and what to do where this process was not allowed to do something."""
+    folder = os.environ.get(SCRATCH)
+    if folder is None or not any(words in story for words in DENIED):
+        return story
+    may = f"policy.confine lets the task write in {folder} ($TMPDIR) alone, and read no keys."
+    return f"{story}{may} Write there, or prepare the file before the run.\n"
 
 
 def needs(folder: str, needed: Collection[str]) -> bool:

@@ -18,9 +18,9 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 from . import seccomp
@@ -49,68 +49,53 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def shut_in(wanted: Boundary) -> list[Limit]:
     """What this process, and all that it starts, can no longer do, after it was tried."""
-    hidden, memory, by = wanted.hidden, SHARED_MEMORY, []
     linked = [name for name in wanted.keys if os.path.isfile(name) and os.lstat(name).st_nlink > 1]
+    by, several = [], wanted.several
     if spaces := _works_in_a_child(wanted):
         _namespaces(wanted)
-        hidden, memory, by = [], "" if wanted.own_memory else memory, ["namespaces"]
+        by.append("namespaces")
     with suppress(OSError):
-        _landlock(hidden, wanted.scratch)
+        _landlock([] if spaces else wanted.hidden, wanted.scratch)
         by.append("Landlock")
-    internet = seccomp.INTERNET if spaces or wanted.several or wanted.how == "keys" else ()
+    internet = seccomp.INTERNET if spaces or several or wanted.how == "keys" else ()
     with suppress(OSError):
-        families = (*seccomp.LOCAL, *internet)
-        seccomp.restrict(families, datagrams=wanted.several, fixed_modes=not spaces)
+        seccomp.restrict((*seccomp.LOCAL, *internet), datagrams=several, fixed_modes=not spaces)
         by.append("seccomp")
-    return tried(wanted, " and ".join(filter(None, [wanted.scratch[0], memory])), by, linked)
+    return _tried(wanted, linked, by)
 
 
-def tried(wanted: Boundary, scratch: str, by: Collection[str], linked: Sequence[str] = ()) -> list[Limit]:
-    """What this process finds when it tries to do what it must not. `scratch`: where it may write, in words;
-    `by`: what shuts it in. `linked`: keys that have a second name, which isn't known."""
-    readable = [name for name in wanted.keys if _works(_first_byte, name)]
-    writable = [place for place in wanted.places if _works(_temporary_file, place)]
-    internet, local = (_works(_socket, family) for family in (socket.AF_INET, socket.AF_UNIX))
-    outside = internet and [name for _, name in socket.if_nameindex()] != ["lo"]
-    asked, calls = wanted.how == "keys", _libc.unshare(0) == 0
+def _tried(wanted: Boundary, linked: Sequence[str], by: Sequence[str]) -> list[Limit]:
+    """What this process finds when it tries to do what it must not. `linked`: keys that have a second name,
+    which isn't known; `by`: what shuts it in."""
     key = f"cannot read keys and certificates ({len(wanted.keys)} files tried)"
-    files, network = f"it writes in {scratch} alone", "it has no network"
-    if readable or linked:
-        key = f"CAN READ {readable[0]} (tried)" if readable else f"may read {linked[0]} by its other hard link"
-    if writable:
-        files = f"it can write what your account can, as in {writable[0]} (tried)"
-    if internet:
-        network = "the network is open to it" if outside else f"{network} but a loopback of its own"
+    if found := [name for name in wanted.keys if os.path.isfile(name) and _works(open, name, "rb")]:
+        key = f"CAN READ {found[0]} (tried)"
+    elif linked:
+        key = f"may read {linked[0]}, which has a second name (a hard link)"
+    shared = "" if "namespaces" in by and wanted.own_memory else f" and {SHARED_MEMORY}"
+    files = f"it writes in {wanted.scratch[0]}{shared} alone"
+    if open_to := [place for place in wanted.places if _works(TemporaryFile, dir=place)]:
+        files = f"it can write what your account can, as in {open_to[0]} (tried)"
+    alone, asked = [name for _, name in socket.if_nameindex()] == ["lo"], wanted.how == "keys"
+    network = "it has no network" + " but a loopback of its own" * alone
+    if outside := not alone and _works(socket.socket, socket.AF_INET):
+        network = "the network is open to it"
     sockets = "it calls no other program" + ", but by datagrams, which NCCL needs" * wanted.several
-    if local:
+    if local := _works(socket.socket, socket.AF_UNIX):
         sockets = "it can call other programs of this account by their Unix sockets"
+    calls = _libc.unshare(0) == 0
     means = f"by {', '.join(by)}" if by else "this system has no namespaces, Landlock or seccomp for it"
     return [
-        Limit("key", not (readable or linked), f"the task's code {key}"), Limit("files", not writable, files),
+        Limit("key", not (found or linked), f"the task's code {key}"), Limit("files", not open_to, files),
         Limit("network", asked or not outside, network), Limit("sockets", not local, sockets),
         Limit("calls", not calls, f"system calls to others are {'open' if calls else 'closed'}; {means}"),
     ]  # fmt: skip
 
 
-def _works(attempt: Callable[[Any], object], on: object) -> bool:
-    with suppress(OSError):
-        return bool(attempt(on))
+def _works(opens: Callable[..., Any], *what: object, **how: object) -> bool:
+    with suppress(OSError), closing(opens(*what, **how)):
+        return True
     return False
-
-
-def _first_byte(file: str) -> bytes:
-    with open(file, "rb") as opened:
-        return opened.read(1)
-
-
-def _temporary_file(folder: str) -> bool:
-    with NamedTemporaryFile(dir=folder):
-        return True
-
-
-def _socket(family: int) -> bool:
-    with socket.socket(family):
-        return True
 
 
 def _works_in_a_child(wanted: Boundary) -> bool:
@@ -197,8 +182,7 @@ def _landlock(hidden: Collection[str], scratch: Collection[str]) -> None:
     rules = rules[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _call("syscall", _CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint32(0))
     for path in _shown(hidden):
-        written = path.startswith(DEVICES)
-        _allow(ruleset, path, _READ | (to_files if written else 0))
+        _allow(ruleset, path, _READ | (to_files if path.startswith(DEVICES) else 0))
     for path in [*scratch, SHARED_MEMORY]:
         _allow(ruleset, path, _READ | to_folders)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -211,9 +195,8 @@ def _shown(hidden: Collection[str]) -> Iterator[str]:
     above = {"/", "/dev", *(str(folder) for path in hidden for folder in Path(path).parents)}
     for folder in above:
         with suppress(OSError):  # it is gone, or can't be listed
-            for entry in os.scandir(folder):
-                at = entry.path
-                if not (at in hidden or at in above or entry.is_symlink() or Path(at).is_block_device()):
+            for at in (entry.path for entry in os.scandir(folder) if not entry.is_symlink()):
+                if not (at in hidden or at in above or Path(at).is_block_device()):
                     yield at
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,18 +25,11 @@ from ...population import Population
 from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
-from .boundary import Limit
+from .boundary import Limit, with_advice
 
 T = TypeVar("T")
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
 FRAME_BYTES = 1 << 28  # a longer frame is damaged
-SCRATCH = "CONFINED_TO"  # in the environment of a process that is shut in: the folder that it may write
-DENIED = (
-    "Read-only file",
-    "Permission denied",
-    "Operation not permitted",
-    "readonly",
-)  # in an error of its task
 
 
 class ModelFile(msgspec.Struct, array_like=True):
@@ -261,12 +253,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     def of(cls, error: Exception) -> Failed:
         config, own = isinstance(error, ConfigError), isinstance(error, BadUpdate | Forgotten)
         store = isinstance(error, StoreError) and not own
-        story = story_of(error)
-        if (folder := os.environ.get(SCRATCH)) and any(words in story for words in DENIED):
-            story += (
-                f"policy.confine lets the task write in {folder} ($TMPDIR) alone, and read no keys. "
-                f"Write there, or prepare the file before the run.\n"
-            )
+        story = with_advice(story_of(error))
         return cls(reason_of(error), config, store, story, own, getattr(error, "openly", ""))
 
     def error(self) -> FedtrainError:

@@ -28,10 +28,9 @@ from ...store.disk import private, private_folder
 from ...training.source_only import load_sources_only
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
-from .boundary import CREDENTIALS, SHARED_MEMORY, Boundary, Limit, hidden, needs
+from .boundary import CREDENTIALS, SCRATCH, SHARED_MEMORY, Boundary, Limit, hidden, needs
 from .metrics_only import MetricsOnly
 from .rank_monitor import GiveUp, nobody
-from .trainer_messages import SCRATCH
 from .workbench import Workbench
 
 # In the environment: ways to other programs of this account, and to systemd's keys.
