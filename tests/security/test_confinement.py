@@ -144,7 +144,7 @@ def found_by(project: Config, *arguments: str) -> tuple[dict[str, tuple[bool, st
 
 @pytest.mark.slow(4)  # a trainer that is executed loads torch
 @pytest.mark.parametrize("without", [[], ["namespaces"]], ids=["as-it-is", "without-namespaces"])
-def test_s10_c1_c2_c3_the_trainer_reaches_no_key_writes_nowhere_and_calls_nobody(project, without):
+def test_s10_c1_c2_c3_a_trainer_reads_no_key_writes_nothing_calls_nothing(project, without):
     said, found = found_by(project, "auto", *without)
     if not said["key"][0]:
         pytest.skip(said["key"][1])
@@ -175,7 +175,7 @@ def test_s10_c1_where_nothing_hides_the_key_the_site_says_so(project):
 
 
 @pytest.mark.slow(3)
-def test_s10_c1_a_policy_that_requires_to_be_shut_in_loads_no_task_where_the_key_can_be_read(project):
+def test_s10_c1_confine_require_loads_no_task_where_the_key_can_be_read(project):
     said, found = found_by(project, "require", "namespaces", "Landlock")
     assert said["refused"][1].startswith("policy.confine = require: the task's code CAN READ ")
     assert found == {}
@@ -291,7 +291,7 @@ class Line(fedtrain.Task):
 
 
 @pytest.mark.slow(12)
-def test_s10_ranks_with_readers_train_where_the_policy_requires_to_be_shut_in(project):
+def test_s10_ranks_with_readers_train_under_confine_require(project):
     """Their batches go from process to process by /proc: no Unix socket is opened."""
     (project.root / "task.py").write_text(RANKS)
     table = {"run": {"name": "r", "task": "task:Line"}, "train": {"device": "cpu", "batch_size": 4},
@@ -569,7 +569,7 @@ def test_s10_c2_the_task_changes_no_mode_of_a_file_outside(world, mode):
     assert os.listxattr(world.kept[0]) == []
 
 
-def test_s10_c2_another_processs_shared_memory_is_out_of_sight_in_namespaces(world):
+def test_s10_c2_namespaces_hide_the_shared_memory_of_another_process(world):
     with NamedTemporaryFile(dir="/dev/shm") as file:
         file.write(b"as it was")
         file.flush()

@@ -117,9 +117,9 @@ def _namespaces(wanted: Boundary) -> None:
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEWNS | (0 if network else _NEWNET) | (0 if privileged else _NEWUSER))
     if not privileged:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{user} {user} 1")
-        _write("/proc/self/gid_map", f"{group} {group} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     if not network:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             fcntl.ioctl(s, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
@@ -215,11 +215,6 @@ def _call(name: str, *arguments: object) -> int:
     if (found := getattr(_libc, name)(*arguments)) < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return int(found)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
 
 
 def main() -> None:
