@@ -39,10 +39,25 @@ _READ, _WRITE, _REFER, _TRUNCATE = 1 << 2, 1 << 1, 1 << 13, 1 << 14  # landlock.
 _MAKE_OR_REMOVE, _MAKE_DEVICES = 0b1011110110000, 1 << 6 | 1 << 11
 _SCOPES = 1 << 0 | 1 << 1  # abstract Unix sockets, signals
 # Character devices that may be written: what training needs. Block devices are not even read.
-DEVICES = tuple(f"/dev/{name}" for name in (
-    "null", "zero", "full", "random", "urandom", "nvidia", "nvhost", "nvmap", "kfd", "dri", "dxg", "accel",
-    "infiniband", "davinci",
-))  # fmt: skip
+DEVICES = tuple(
+    f"/dev/{name}"
+    for name in (
+        "null",
+        "zero",
+        "full",
+        "random",
+        "urandom",
+        "nvidia",
+        "nvhost",
+        "nvmap",
+        "kfd",
+        "dri",
+        "dxg",
+        "accel",
+        "infiniband",
+        "davinci",
+    )
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,10 +101,12 @@ def _tried(wanted: Boundary, linked: Sequence[str], by: Sequence[str]) -> list[L
     calls = _libc.unshare(0) == 0
     means = f"by {', '.join(by)}" if by else "this system has no namespaces, Landlock or seccomp for it"
     return [
-        Limit("key", not (found or linked), f"the task's code {key}"), Limit("files", not open_to, files),
-        Limit("network", asked or not outside, network), Limit("sockets", not local, sockets),
+        Limit("key", not (found or linked), f"the task's code {key}"),
+        Limit("files", not open_to, files),
+        Limit("network", asked or not outside, network),
+        Limit("sockets", not local, sockets),
         Limit("calls", not calls, f"system calls to others are {'open' if calls else 'closed'}; {means}"),
-    ]  # fmt: skip
+    ]
 
 
 def _works(opens: Callable[..., Any], *what: object, **how: object) -> bool:

@@ -39,12 +39,24 @@ CLOSED: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 # What changes owners, modes and attributes of files, which Landlock doesn't limit.
 MODES: dict[str, tuple[int | None, int | None]] = {
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "removexattrat": (466, 466), "file_setattr": (469, 469),
-}  # fmt: skip
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
 SOCKET, SOCKETPAIR, CLONE, CLONE3 = (41, 198), (53, 199), (56, 220), 435
 NEW_NAMESPACES = 0x7E020000  # flags of clone, sched.h
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # (column above, AUDIT_ARCH of audit.h)
@@ -106,8 +118,11 @@ def program(
         rules += [(_EQUAL, kind, "allow", "") for kind in allowed] + [(_NOT_BELOW, 0, "refuse", "")]
     # clone3 hides its flags in memory: as if this kernel had none, the C library uses clone
     verdicts = {
-        "refuse": _ERRNO | errno.EPERM, "absent": _ERRNO | errno.ENOSYS, "succeed": _ERRNO, "allow": _ALLOW,
-    }  # fmt: skip
+        "refuse": _ERRNO | errno.EPERM,
+        "absent": _ERRNO | errno.ENOSYS,
+        "succeed": _ERRNO,
+        "allow": _ALLOW,
+    }
     ends |= {name: len(rules) + 1 + i for i, name in enumerate(verdicts)}
     words = [struct.pack("HBBI", _LOAD, 0, 0, _ARCH)]
     for at, (test, value, yes, no) in enumerate(rules, 1):

@@ -35,14 +35,26 @@ from .workbench import Workbench
 
 # In the environment: ways to other programs of this account, and to systemd's keys.
 PROGRAMS = {
-    "SSH_AUTH_SOCK", "SSH_AGENT_PID", "GPG_AGENT_INFO", "DBUS_SESSION_BUS_ADDRESS", "XDG_RUNTIME_DIR",
-    "DOCKER_HOST", "CONTAINER_HOST", "NOTIFY_SOCKET", "DISPLAY", "WAYLAND_DISPLAY", CREDENTIALS,
-}  # fmt: skip
+    "SSH_AUTH_SOCK",
+    "SSH_AGENT_PID",
+    "GPG_AGENT_INFO",
+    "DBUS_SESSION_BUS_ADDRESS",
+    "XDG_RUNTIME_DIR",
+    "DOCKER_HOST",
+    "CONTAINER_HOST",
+    "NOTIFY_SOCKET",
+    "DISPLAY",
+    "WAYLAND_DISPLAY",
+    CREDENTIALS,
+}
 # What libraries would write in the home folder; what they read there (HF_HOME, TORCH_HOME) stays.
 CACHES = {
-    "MPLCONFIGDIR": "matplotlib", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda",
-    "NUMBA_CACHE_DIR": "numba", "HF_DATASETS_CACHE": "datasets",
-}  # fmt: skip
+    "MPLCONFIGDIR": "matplotlib",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "HF_DATASETS_CACHE": "datasets",
+}
 # The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
 SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "limits", "simulate", "parallel")
 
