@@ -297,7 +297,7 @@ class ArenaFile(AnyArena):
     def digest(self) -> str:
         if not self._digest:
             digest = Digest()
-            with open(self.file, "rb", buffering=0) as f:
+            with open(self.file, "rb", buffering=0, opener=no_link) as f:
                 while block := f.read(1 << 20):
                     digest.update(block)
             self._digest = digest.hexdigest()
@@ -318,7 +318,7 @@ class ArenaFile(AnyArena):
                 self._buffer = bytearray(nbytes)
             room = memoryview(self._buffer)
         view = room[:nbytes]
-        with open(self.file, "rb", buffering=0) as f:
+        with open(self.file, "rb", buffering=0, opener=no_link) as f:
             got = os.preadv(f.fileno(), [view], section.offset + start * size)
         if got != nbytes:
             raise BadUpdate(
@@ -328,13 +328,19 @@ class ArenaFile(AnyArena):
 
     def load(self) -> Arena:
         data = blocks.tensor(self.schema.nbytes)
-        with open(self.file, "rb", buffering=0) as f:
+        with open(self.file, "rb", buffering=0, opener=no_link) as f:
             view, got = data.numpy().data, 0
             while got < len(view) and (n := f.readinto(view[got:])):
                 got += n
         if got != self.schema.nbytes:
             raise BadUpdate(f"{self.path.name}: {got} bytes, expected {self.schema.nbytes}")
         return Arena(self.schema, data)
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file, and no link that a task's code left in place of it; of /dev/fd all are links."""
+    own = 0 if path.startswith("/dev/fd/") else os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags | own)
 
 
 class Frozen(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from fedtrain.pki.signing import Signer
 from fedtrain.runtime import doctor
 from fedtrain.runtime.sites.approval import approve
 from fedtrain.runtime.trainers import workbench
+from fedtrain.runtime.trainers.boundary import Limit
 from fedtrain.schema import Schema
 from fedtrain.transport import port
 from tests.federation import aggregator
@@ -358,6 +359,7 @@ def test_data_that_a_datacenter_trains_on_and_no_simulation_can_deal_is_no_fault
 # --- the step at a site is the site's: as shut in, and it leaves nothing
 
 CURIOUS = """
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -365,12 +367,11 @@ try:
     found = (HERE / "certs" / "sites" / "north" / "key.pem").read_text()
 except OSError as e:
     found = type(e).__name__
-(HERE / "runs").mkdir(exist_ok=True)
-(HERE / "runs" / "found").write_text(found)
+print("found:", found, file=sys.stderr)
 """
 
 
-def curious(project, **rules):
+def curious(project, capfd, **rules):
     """What the task finds in place of the site's key, and what the doctor says of how the task is shut in."""
     (project / "task.py").write_text(CURIOUS + TASK)
     folder = project / "certs" / "sites" / "north"
@@ -378,35 +379,44 @@ def curious(project, **rules):
     keep_policy(folder, changed(policy_from(folder), rules))
     found = ask("north")[1]
     assert found["data"]["state"] == "good"
-    return (project / "runs" / "found").read_text(), found["confinement"]
+    said = {check: line for check, line in found.items() if check.startswith("confinement")}
+    return capfd.readouterr().err, said
 
 
 @pytest.mark.slow(5)
-def test_s10_the_doctors_step_at_a_site_is_shut_in_as_the_sites_own_training_and_it_says_so(confined):
-    found, said = curious(confined)
-    if "not shut in" in said["said"]:
-        pytest.skip(said["said"])
+def test_s10_the_doctors_step_at_a_site_is_shut_in_as_the_sites_own_training_and_it_says_so(confined, capfd):
+    found, said = curious(confined, capfd)
+    if "CAN READ" in said["confinement: key"]["said"]:
+        pytest.skip(said["confinement: key"]["said"])
+    assert "found:" in found
     assert "PRIVATE KEY" not in found
-    assert said["state"] == "good"
-    assert "certs/" in said["said"]
+    assert [*said] == [f"confinement: {what}" for what in ("key", "files", "network", "sockets", "calls")]
+    assert {line["state"] for line in said.values()} == {"good"}
+    assert "files tried" in said["confinement: key"]["said"]
 
 
 @pytest.mark.slow(5)
-def test_s10_where_the_policy_shuts_nothing_in_the_doctor_says_so(confined):
-    found, said = curious(confined, confine="off")
+def test_s10_where_the_policy_shuts_nothing_in_the_doctor_says_so(confined, capfd):
+    found, said = curious(confined, capfd, confine="off")
     assert "PRIVATE KEY" in found
-    assert (said["state"], "policy.confine" in said["said"]) == ("look", True)
+    line = said["confinement"]
+    assert (line["state"], "policy.confine" in line["said"]) == ("look", True)
 
 
 def test_a_task_that_is_shut_in_by_less_than_was_asked_for_is_one_to_look_at(project, monkeypatch):
     def less(*arguments, **keys):
         bench = made(*arguments, **keys)
-        bench.description.confined = "TCP is closed to it"
+        bench.description.limits = [
+            Limit("key", False, "CAN READ key.pem"), Limit("network", False, "the network is open to it"),
+        ]  # fmt: skip
         return bench
 
     made = workbench.Workbench
     monkeypatch.setattr(sys.modules["tests.inline"], "Workbench", less)
-    assert ask("north")[1]["confinement"]["state"] == "look"
+    code, found = ask("north")
+    assert (code, found["confinement: key"]["state"]) == (1, "bad")
+    assert found["confinement: network"]["state"] == "look"
+    assert "confine=require" in found["confinement: network"]["fix"]
 
 
 @pytest.mark.slow(5)

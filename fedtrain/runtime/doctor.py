@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from ..errors import ConnectError, FedtrainError, TaskError
 from ..events import silent
 from ..pki.identity import Credentials, Current, Identity, aggregator_target
 from ..pki.proof import AggregatorCheck
-from ..store.disk import refuse_network_disk
+from ..store.disk import private_folder, refuse_network_disk
 from ..transport.grpc import GrpcTransport
 from ..transport.streams import SESSION
 from ..transport.tls import Tls, explain
@@ -38,6 +38,7 @@ from .peers.checkup import checks_of, is_peer
 from .sites.approval import Approvals
 from .sites.start import checked_policy, credentials_of, folder_of
 from .sites.statistics import check_config as check_statistics
+from .trainers.boundary import Limit
 from .trainers.trainer import Trainer
 
 WAIT_S = 5.0  # for an answer from the network
@@ -272,7 +273,10 @@ def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[F
         small = replace(
             config, train=replace(config.train, local_steps=1), run=replace(config.run, dir=folder)
         )
-        scratch, simulated = Path(folder), site is None
+        simulated = site is None
+        own = Path(folder) if site is None else small.site_dir(site)
+        for each in (scratch := own / "trainer", own / "memory"):
+            private_folder(each)
         trainer = runner.run(
             Trainer.start(
                 small,
@@ -286,7 +290,7 @@ def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[F
         try:
             about = trainer.description
             if site is not None:
-                yield _shut_in(about.confined, about.whole)
+                yield from _shut_in(about.limits)
             yield Finding("task", "good", f"{config.run.task}, {about.schema.numel:,} parameters")
             name, began = site or next(iter(about.sites), ""), time.perf_counter()
             weights = runner.run(trainer.initial(scratch / "initial"))
@@ -298,12 +302,16 @@ def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[F
     yield Finding("data", "good", f"one step at {name} in {took:.2f} s{told}")
 
 
-def _shut_in(said: str, whole: bool) -> Finding:
-    """How the task's code was shut in; "": as the policy says, not at all."""
-    if not said:
+def _shut_in(limits: Sequence[Limit]) -> Iterator[Finding]:
+    """What the task's code can't do, as its process found; without limits: as the policy says, anything."""
+    if not limits:
         said = "policy.confine = off: the task's code runs as you, and can read this site's key"
-        return Finding("confinement", "look", said, "fedtrain policy set confine=auto")
-    fix = (
-        "" if whole else "Where that is too little: fedtrain policy set confine=require, and it does not run."
-    )
-    return Finding("confinement", "good" if whole else "look", said, fix)
+        yield Finding("confinement", "look", said, "fedtrain policy set confine=auto")
+    for what, holds, said in limits:
+        fix = (
+            ""
+            if holds
+            else "Where that is too little: fedtrain policy set confine=require, and it does not run."
+        )
+        state = "good" if holds else "bad" if what == "key" else "look"
+        yield Finding(f"confinement: {what}", state, said, fix)  # type: ignore[arg-type]  # one of the three

@@ -189,7 +189,7 @@ def copy_whole(source: Path, path: Path) -> None:
 
 def is_shared(path: str | Path) -> bool:
     """Whether the file has several names, as `cp -al` makes them."""
-    return os.path.isfile(path) and os.stat(path).st_nlink > 1
+    return os.path.isfile(path) and os.lstat(path).st_nlink > 1
 
 
 def unshare(path: str | Path) -> None:
@@ -226,12 +226,13 @@ def _free_beside(path: str | Path) -> str:
 
 
 def open_for_writing(path: str | Path) -> FileIO:
-    """The file, made of a recycled one where there is one: longer than what is written, until truncated."""
+    """The file, made of a recycled one where there is one: longer than what is written, until truncated.
+    OSError for a link, which a task's code may have left in place of its update."""
     if not os.path.exists(path):
         with suppress(FileNotFoundError):
             os.replace(_free_beside(path), path)
     unshare(path)
-    return FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+    return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
 
 
 def sync_folder(folder: str | Path) -> None:

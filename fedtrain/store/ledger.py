@@ -4,6 +4,8 @@ runs/heart@cleveland/
   ledger.db    SQLite: reply headers by what they answer
   inbox/       the global models being trained on, by digest (see spool.py)
   outbox/      finished updates, by digest
+  trainer/     what the trainer process writes; where it is shut in, it can change nothing else but memory/
+  memory/      what the site keeps from one training to the next (see memory.py)
   newest.json  where sites have models of their own: which global model is in the inbox
   sums.json    under masks: the newest rounds that were unmasked, and over whom, by kind of request
 
@@ -25,6 +27,7 @@ from .disk import (
     Warn,
     explained,
     lock,
+    private_folder,
     refuse_network_disk,
     sealed,
     set_aside,
@@ -59,8 +62,10 @@ class Ledger:
         """`warn` hears of what is damaged. `records`: of the site, over all its runs."""
         refuse_network_disk(folder)
         self.folder, self.warn, self._lock = folder, warn, lock(folder)
-        self.records = records
+        self.records, self.scratch = records, folder / "trainer"
         try:
+            private_folder(self.scratch)
+            private_folder(folder / "memory")
             self.inbox, self.outbox = Spool(folder / "inbox", warn), Spool(folder / "outbox", warn)
             remedy = "Use another run.name: without it this site could give one update into two sums."
             self._sums = Kept(folder / SUMS, Sums, remedy, warn)
@@ -107,7 +112,7 @@ class Ledger:
 
     def spare(self) -> Path:
         """Where the next update is to be written: over an old one's file, when one is done with."""
-        path, free = self.folder / "delta", self.outbox.folder / FREE
+        path, free = self.scratch / "delta", self.outbox.folder / FREE
         with explained(path):
             if free.exists():
                 free.replace(path)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
-from ..arena import AnyArena, ArenaFile
+from ..arena import AnyArena, ArenaFile, no_link
 from ..errors import Broken, ConnectError, WireError
 from ..events import Emit, silent
 from ..messages import Message
@@ -161,7 +161,7 @@ def read_chunk(arena: AnyArena, offset: int) -> bytes:
     length = min(CHUNK_BYTES, arena.schema.nbytes - offset)
     if not isinstance(arena, ArenaFile):
         return bytes(arena.payload[offset : offset + length])
-    with open(arena.file, "rb", buffering=0) as f:
+    with open(arena.file, "rb", buffering=0, opener=no_link) as f:
         f.seek(offset)
         chunk = f.read(length)
     if len(chunk) != length:

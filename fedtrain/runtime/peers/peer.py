@@ -115,7 +115,9 @@ async def run(
         emit = audit.emit
         store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit), copies=True)))
         journal = Journal(config, store, emit)
-        trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
+        files = store.folder / "train"
+        private_folder(files)
+        trainer = await while_torch_loads(Supervised.begin(lambda: start(files)))
         emit(approved[-1].event)
         stack.push_async_callback(trainer.close)
         if trainer.description.confined:
@@ -154,8 +156,6 @@ async def run(
         if (speed := await asyncio.to_thread(curve_speed)) < FAST:
             slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
             emit(Notice(text=f"{slow}: is this pyzmq built without libsodium?"))
-        files = store.folder / "train"
-        private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
         records = records_of(folder, store.folder, policy, emit)
         spent = Spent.of_site(config, store.folder, journal.emit, policy, records)
@@ -183,7 +183,7 @@ async def _begin(
         task_digest=about.task_digest, **found,
     )  # fmt: skip
     if not store.has_frozen(about.frozen.schema):
-        store.keep_frozen(await trainer.frozen(store.folder))
+        store.keep_frozen(await trainer.frozen(store.folder / "train"))
     if (frozen := store.frozen_file()) is not None:
         await trainer.freeze(frozen)
     # only the name of a graph in a file stands in the settings
@@ -305,7 +305,7 @@ async def _round(
 
 
 async def _evaluate(journal: Journal, name: PeerId, round: int, model: Arena, trainer: Trains) -> None:
-    weights = written(model, journal.store.folder / "train" / "weights")
+    weights = written(model, journal.store.folder / "weights")
     found = (await trainer.evaluate(name, round, weights)).metrics
     metrics, _ = await (trainer.shown if trainer.description.derives else plain)(found, {})
     journal.keep_evaluation(round, metrics, {name: metrics})
@@ -317,7 +317,7 @@ def _training(
     """Weights and delta go to the trainer process and back as files. `least`: policy.min_examples."""
 
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        given = written(weights, folder / "weights")
+        given = written(weights, folder.parent / "weights")
         for left in reversed(range(TRIES)):  # a failure may be over the next time
             try:
                 update = await trainer.train(name, round, given, folder / "delta")

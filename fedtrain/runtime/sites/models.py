@@ -121,7 +121,7 @@ class Models:
                 return False
             await asyncio.to_thread(self._check, owed, patch.arena)
             summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)
-        inbox, out = self._ledger.inbox, self._ledger.folder / "patched"
+        inbox, out = self._ledger.inbox, self._ledger.scratch / "patched"
         try:
             base = ArenaFile(self._schema, inbox.file(patch.base), patch.base)
             found = await self._trainer.apply(base, patch.arena, out, summed)
@@ -141,7 +141,7 @@ class Models:
 
     async def keep_initial(self) -> None:
         """Have the model before round 0, which the first patch may be for, unless there is a later one."""
-        out, inbox = self._ledger.folder / "patched", self._ledger.inbox
+        out, inbox = self._ledger.scratch / "patched", self._ledger.inbox
         if not any(inbox.folder.iterdir()):
             initial = await self._trainer.initial(out)
             os.replace(out, inbox.file(initial.digest))

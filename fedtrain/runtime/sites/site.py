@@ -270,8 +270,8 @@ async def run(
     async def start() -> Trains:
         approved.append(approvals.check(config))  # before a line of the task runs, in each process
         if start_trainer is not None:
-            return await start_trainer(ledger.folder)
-        files, scratch, how = approved[-1].files, ledger.folder, policy.confine
+            return await start_trainer(ledger.scratch)
+        files, scratch, how = approved[-1].files, ledger.scratch, policy.confine
         return await Trainer.start(config, data_dir=data_dir, scratch=scratch, confine=how, approved=files)
 
     pins = pins_of(own, policy, credentials, emit)

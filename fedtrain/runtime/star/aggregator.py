@@ -256,18 +256,20 @@ async def _begin(
         )
         if (store.latest() is not None or not training) and store.has_frozen(store.frozen.schema):
             return known
-    async with await Trainer.start(config, scratch=store.folder, confine="auto") as trainer:
+    scratch = store.folder / "trainer"
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    async with await Trainer.start(config, scratch=scratch, confine="auto") as trainer:
         about = trainer.description
         store.begin(
             about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
             task_digest=about.task_digest, derives=about.derives, local=about.local,
         )  # fmt: skip
         if training and store.latest() is None:
-            initial, frozen = await trainer.beginning(start, store.folder)
+            initial, frozen = await trainer.beginning(start, scratch)
             store.keep_frozen(frozen)
             store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
         elif not store.has_frozen(about.frozen.schema):
-            store.keep_frozen(await trainer.frozen(store.folder))
+            store.keep_frozen(await trainer.frozen(scratch))
     return about.schema, about.task_digest
 
 
@@ -279,6 +281,7 @@ async def shown_by_task(
     the aggregator's key: with the first evaluation a process is started for it, if there is a metrics() and
     none has been started (`own`)."""
     process: Supervised | None = None
+    scratch = store.folder / "trainer"
 
     async def shown(
         total: Metrics, by_site: Mapping[SiteId, Metrics]
@@ -288,7 +291,7 @@ async def shown_by_task(
             return {}, {}
         if process is None:
             process = await Supervised.begin(
-                lambda: Trainer.start(config, scratch=store.folder, metrics_only=True, confine="auto")
+                lambda: Trainer.start(config, scratch=scratch, metrics_only=True, confine="auto")
             )
             unchanged(Description(Schema(()), task_digest, derives=True), process.description)
         return await process.shown(total, by_site)

@@ -67,7 +67,7 @@ async def _started(config: Config, store: RunStore, task_digest: str, data_dir: 
     """A trainer of the run's task with its frozen parameters. ConfigError for other code than the run's."""
     alone = replace(config, parallel=ParallelConfig(), privacy=PrivacyConfig())  # sections of the sites
     trainer = await Supervised.begin(
-        lambda: Trainer.start(alone, data_dir=data_dir, scratch=store.folder, confine="auto")
+        lambda: Trainer.start(alone, data_dir=data_dir, scratch=store.folder / "trainer", confine="auto")
     )
     try:
         if trainer.description.task_digest != task_digest:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import msgspec
@@ -101,7 +102,7 @@ class RankGroup:
         backend = backend_of(device, config.parallel.backend)
         sizes = Sizes.of(config.parallel, config.parallel.ranks)
         refuse_pickles()
-        record_collectives(backend, config.root / config.run.dir / "hangs")
+        record_collectives(backend, Path(gettempdir()) / "hangs")
         refuse_shared(store, device, backend)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=config.parallel.ranks,

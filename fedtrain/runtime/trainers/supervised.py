@@ -94,7 +94,7 @@ def on_machines(trainers: Sequence[Supervised]) -> str:
 
 def unchanged(agreed: msg.Description, found: msg.Description) -> None:
     """ConfigError when a trainer that was started again has other code than the one before it."""
-    found = msgspec.structs.replace(found, confined=agreed.confined, whole=agreed.whole)  # maybe shut in less
+    found = msgspec.structs.replace(found, limits=agreed.limits)  # maybe shut in less
     if found != agreed:
         raise ConfigError(
             "the task's code was changed while it is being trained, and a trainer process had to be started "

@@ -192,7 +192,7 @@ class Trainer(Trains, asyncio.Protocol):
         """Start a process and have it load the task.
 
         Args:
-            scratch: The folder of its temporary files.
+            scratch: The folder that it may write, its $TMPDIR; and `memory` beside it, if there is one.
             log: The file that what the task prints goes to; None: the stderr of this process.
             simulated: It has the data of all sites, as [simulate] says, not what data(site) finds.
             pass_fds: File descriptors that it inherits.
@@ -207,7 +207,7 @@ class Trainer(Trains, asyncio.Protocol):
         start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
         start.approved = approved
         for left in reversed(range(TRIES)):
-            process, channel = await spawn(config, scratch, log, pass_fds, gpu, confine)
+            process, channel = await spawn(config, scratch, log, pass_fds, gpu, confine, data_dir)
             trainer = cls(process, log)
             loop, connected = asyncio.get_running_loop(), functools.partial(lambda made: made, trainer)
             await loop.create_connection(connected, sock=channel)

@@ -25,6 +25,7 @@ from ...population import Population
 from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
+from .boundary import Limit, with_advice
 
 T = TypeVar("T")
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
@@ -199,9 +200,13 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     personal: bool = False  # whether each site has a model of its own
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
-    confined: str = ""  # what the process can't do, where it was shut in
-    whole: bool = False  # whether it was shut in as far as was asked for
+    limits: list[Limit] = []  # what the process can't do, where it was shut in
     on_gpu: bool = False
+
+    @property
+    def confined(self) -> str:
+        """What the process can't do, in words; "" where it was not shut in."""
+        return "; ".join(limit.said for limit in self.limits)
 
     @property
     def update(self) -> Schema:
@@ -249,7 +254,8 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     def of(cls, error: Exception) -> Failed:
         config, own = isinstance(error, ConfigError), isinstance(error, BadUpdate | Forgotten)
         store = isinstance(error, StoreError) and not own
-        return cls(reason_of(error), config, store, story_of(error), own, getattr(error, "openly", ""))
+        story = with_advice(story_of(error))
+        return cls(reason_of(error), config, store, story, own, getattr(error, "openly", ""))
 
     def error(self) -> FedtrainError:
         if not self.config and not self.store:

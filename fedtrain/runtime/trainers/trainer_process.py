@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,13 +25,36 @@ import msgspec
 from ... import malloc
 from ...config import Config
 from ...config.project import close_paths
-from ...store.disk import private
+from ...store.disk import private, private_folder
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
+from .boundary import CREDENTIALS, SCRATCH, SHARED_MEMORY, Boundary, Limit, hidden, needs
 from .metrics_only import MetricsOnly
 from .rank_monitor import GiveUp, nobody
 from .workbench import Workbench
 
+# In the environment: ways to other programs of this account, and to systemd's keys.
+PROGRAMS = {
+    "SSH_AUTH_SOCK",
+    "SSH_AGENT_PID",
+    "GPG_AGENT_INFO",
+    "DBUS_SESSION_BUS_ADDRESS",
+    "XDG_RUNTIME_DIR",
+    "DOCKER_HOST",
+    "CONTAINER_HOST",
+    "NOTIFY_SOCKET",
+    "DISPLAY",
+    "WAYLAND_DISPLAY",
+    CREDENTIALS,
+}
+# What libraries would write in the home folder; what they read there (HF_HOME, TORCH_HOME) stays.
+CACHES = {
+    "MPLCONFIGDIR": "matplotlib",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "HF_DATASETS_CACHE": "datasets",
+}
 # The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
 SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "limits", "simulate", "parallel")
 
@@ -49,15 +73,17 @@ async def spawn(
     pass_fds: Sequence[int],
     gpu: str | None = None,
     confine: str = "off",
+    data_dir: Path | None = None,
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """A new process and the socket to it; see Trainer.start."""
+    private_folder(scratch)
     ours, theirs = socket.socketpair()
     output = None if log is None else private(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", *_main(config, theirs.fileno(), confine),
+            sys.executable, "-P", "-m", *_main(config, theirs.fileno(), confine, scratch, data_dir),
             stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output or 2,
-            pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch, gpu),
+            pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch, gpu, confine),
             start_new_session=True,  # Ctrl-C is the parent's to handle, and stop() ends the whole group
         )  # fmt: skip
     finally:
@@ -67,36 +93,50 @@ async def spawn(
     return process, ours
 
 
-def _main(config: Config, channel: int, confine: str) -> list[str]:
+def _main(config: Config, channel: int, confine: str, scratch: Path, data_dir: Path | None) -> list[str]:
     """The child's module and arguments: it shuts itself in first, unless that is off."""
     if confine == "off":
         return [__name__, str(channel)]
-    keys = (config.root / config.network.certs).resolve()
-    if config.root.resolve().is_relative_to(keys):  # not the task as well
-        keys /= "sites"
     # Who speak with each other. A command's may have to do without: most are one, and `require` means it.
     several = config.parallel.ranks > 1 or bool(config.train.command and confine != "require")
-    return [f"{__package__}.confinement", str(channel), confine, str(keys), str(1 + several)]
+    scratch, home, library = scratch.resolve(), os.path.expanduser("~"), sysconfig.get_path("purelib")
+    here = [str(path) for path in (config.root, data_dir, scratch) if path is not None]
+    needed = [*here, home, library, *filter(None, sys.path), sys.prefix, sys.base_prefix]
+    keys, names = hidden(config.root / config.network.certs, config.root, needed)
+    folders = [str(each) for each in (scratch, scratch.with_name("memory")) if each.is_dir()]
+    places = [str(config.root), str(scratch.parent), home, library]
+    own_memory = not needs(SHARED_MEMORY, needed)
+    tells = Boundary(confine, several, keys, names, folders, places, own_memory)
+    return [f"{__package__}.confinement", str(channel), msgspec.json.encode(tells).decode()]
 
 
-def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[str, str]:
-    """The child's environment: this one, without what names keys, and with this very fedtrain on its path."""
+def environment(
+    config: Config, scratch: Path, gpu: str | None = None, confine: str = "off"
+) -> dict[str, str]:
+    """The child's environment: this one, without what names keys, and with this very fedtrain on its path.
+    Where it is shut in: also without what names other programs, and with its caches in the scratch folder."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
+    folder, here = str(scratch.resolve()), Path(__file__).resolve()
     root, given = config.root.resolve(), filter(None, ours.get("PYTHONPATH", "").split(os.pathsep))
     outside = [entry for entry in given if not Path(entry).resolve().is_relative_to(root)]
-    path = os.pathsep.join([str(Path(__file__).resolve().parents[3]), *outside])
+    paths = [str(here.parents[3]), *outside]
+    if confine != "off":
+        ours = {k: v for k, v in ours.items() if k not in PROGRAMS}
+        ours |= {SCRATCH: folder} | {name: ours.get(name, f"{folder}/{at}") for name, at in CACHES.items()}
+        paths.insert(0, str(here.with_name("startup")))
+    path = os.pathsep.join(paths)
     threads = str(config.train.threads)
     return ours | {
-        "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
+        "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": folder,
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
         **malloc.ENVIRONMENT,  # new pages for every batch would cost a tenth of the training
     }  # fmt: skip
 
 
-def serve(channel: socket.socket, confined: str = "", whole: bool = False, refusal: str = "") -> None:
-    """Load the task that Start names, then answer commands until the parent is gone. `confined`, `whole`: how
-    this process is shut in, for the parent; see confinement.shut_in. `refusal`: why it loads nothing."""
+def serve(channel: socket.socket, limits: Sequence[Limit] = (), refusal: str = "") -> None:
+    """Load the task that Start names, then answer commands until the parent is gone. `limits`: how this
+    process is shut in, for the parent; see confinement.shut_in. `refusal`: why it loads nothing."""
     if hasattr(os, "SCHED_BATCH"):  # else an arriving command takes the core from the process that sent it
         with suppress(OSError):  # a container may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -131,7 +171,7 @@ def serve(channel: socket.socket, confined: str = "", whole: bool = False, refus
         return send(msg.Failed.of(e))
     gc.freeze()
     gc.enable()
-    send(msgspec.structs.replace(bench.description, confined=confined, whole=whole))
+    send(msgspec.structs.replace(bench.description, limits=[*limits]))
     for body in incoming:
         try:
             answer = bench.answer(msg.commands.decode(body))
