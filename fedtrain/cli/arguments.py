@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
+INTERRUPTED = "fedtrain.interrupted"  # in a context's meta: what is true of a command that was ended
+GOES_ON = "The same command goes on from the last committed round."
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -65,11 +67,11 @@ class Command(click.Command):
                 click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
-            click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
+            click.echo(f"Interrupted. {ctx.meta.get(INTERRUPTED, GOES_ON)}", err=True)
             ctx.exit(130)
         except Stopped as stopped:
             with suppress(OSError):  # the terminal may be gone
-                click.echo("Stopped. The same command goes on from the last committed round.", err=True)
+                click.echo(f"Stopped. {ctx.meta.get(INTERRUPTED, GOES_ON)}", err=True)
             ctx.exit(cast(int, stopped.code))
 
 

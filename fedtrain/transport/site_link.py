@@ -30,7 +30,7 @@ class Trust(Protocol):
     def nonce(self) -> bytes: ...
     def welcomed(self, proof: bytes, lists: bytes) -> None: ...
     def take(self, lists: bytes) -> None: ...
-    def renewed(self, chain: bytes) -> None: ...
+    def renewed(self, chain: bytes) -> str: ...
 
 
 def longest(model: Schema) -> int:
@@ -150,7 +150,8 @@ class SiteLink:
                         self._trust.take(frame.lists)
                         continue
                     if isinstance(frame, frames.Renewed):
-                        self._trust.renewed(frame.chain)
+                        if trouble := self._trust.renewed(frame.chain):
+                            self._outbox.put_nowait(encode(frames.Status(state="", trouble=trouble)))
                         continue
                     if isinstance(frame, frames.Welcome):
                         self._shown = b""

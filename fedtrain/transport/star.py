@@ -170,7 +170,10 @@ class AggregatorEnd:
     def receive(self, session: SiteSession, frame: frames.FromSite) -> None:
         """A frame after the Hello."""
         if isinstance(frame, frames.Status):
-            self._emit(SiteState(site=session.site, state=frame.state[:64]))
+            if frame.trouble:
+                self._emit(Notice(text=f"{session.site}: {frame.trouble[:300]}"))
+            else:
+                self._emit(SiteState(site=session.site, state=frame.state[:64]))
         elif isinstance(frame, frames.AuditHead) and session.owes_head:
             session.owes_head = False
             self._witness(session.site, frame)

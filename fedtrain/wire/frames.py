@@ -87,6 +87,7 @@ class Status(Frame, frozen=True, kw_only=True, tag=True):
     """What the site is doing at present, for the aggregator's status table."""
 
     state: str
+    trouble: str = ""  # what people must mend at the site, for the aggregator's log
 
 
 class Leaving(Frame, frozen=True, kw_only=True, tag=True):
