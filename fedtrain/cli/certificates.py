@@ -151,8 +151,8 @@ def certs_sign(config: Config, requests: tuple[Path, ...], days: float, yes: boo
             unsigned.append(short(path))
     if unsigned:
         raise ConfigError(
-            f"not signed: {', '.join(unsigned)}. Run this in a terminal and answer y where the site reads out "
-            f"these words, or give --yes."
+            f"not signed: {', '.join(unsigned)}. Run this in a terminal, and answer y where the site reads "
+            f"out the same; or give --yes."
         )
 
 

@@ -222,10 +222,8 @@ class Codes:
         return code
 
     def open(self) -> list[Code]:
-        """The codes that may still be used, or whose certificate may still be fetched, by the guest's name."""
-        now = datetime.now(UTC).timestamp()
-        found = [each.code for _, each in self._all() if now < each.code.until and not each.done]
-        return sorted(found, key=lambda code: code.guest)
+        """The codes that may be used, or whose certificate may still be fetched, in the guests' order."""
+        return sorted((each.code for each in self._valid() if not each.done), key=lambda code: code.guest)
 
     def commit(self, code: Code, committed: bytes) -> bytes:
         """The host's number for a guest's commitment, the first one for this code. CertificateError, whose
@@ -284,7 +282,7 @@ class Codes:
     def caller(self, chain: bytes) -> Code:
         """The code whose holder shows this certificate; CertificateError when there is none."""
         leaf = certificates(chain)[0]
-        for code in self.open():
+        for code in (each.code for each in self._valid()):
             with suppress(ValueError, TypeError, InvalidSignature):
                 leaf.verify_directly_issued_by(code.authority.certificate)
                 return code
@@ -295,6 +293,10 @@ class Codes:
             return msgspec.json.decode((self._folder / code.id).read_bytes(), type=KeptCode)
         except FileNotFoundError:
             raise CertificateError("this code is good no more. Ask for another.") from None
+
+    def _valid(self) -> list[KeptCode]:
+        now = datetime.now(UTC).timestamp()
+        return [each for _, each in self._all() if now < each.code.until]
 
     def _all(self) -> list[tuple[Path, KeptCode]]:
         paths = sorted(self._folder.glob("[0-9a-f]*")) if self._folder.exists() else []
