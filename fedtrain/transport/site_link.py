@@ -100,7 +100,7 @@ class SiteLink:
         self._witness = witness
         self._witnessing: asyncio.Task[None] | None = None  # the newest answer to the aggregator's head
         self._shown = b""  # the certificate that the aggregator was shown in such an answer
-        self._end.known = known(schemas)
+        self._end.known, self._end.build = known(schemas), (hello.version, hello.package)
         first = msgspec.structs.replace(hello, process=self._process)
         while True:
             self._session_task = asyncio.create_task(self._session(first))
@@ -157,7 +157,14 @@ class SiteLink:
                         self._shown = b""
                         await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
-                        self._emit(Admitted(site="aggregator", task_digest=hello.task_digest))
+                        self._emit(
+                            Admitted(
+                                site="aggregator",
+                                task_digest=hello.task_digest,
+                                version=frame.version[:20],
+                                package=frame.package[:64],
+                            )
+                        )
                     if isinstance(frame, frames.AuditHead):
                         self._witnessing = asyncio.create_task(self._state_head(frame))
                         self._witnessing.add_done_callback(self._failed)

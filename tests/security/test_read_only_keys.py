@@ -104,7 +104,7 @@ class Rollout:
                 os.chown(source, USER, USER)
             mounts.append(Mount(target, Path(source), mode != ["ro"]))
         assert service["read_only"]
-        env = {name: value for name, value in re.findall(r"(FEDTRAIN_\w+)=(\S+)", DOCKERFILE)}
+        env = dict(re.findall(r"(FEDTRAIN_\w+)=(\S+)", DOCKERFILE))
         env |= {"FEDTRAIN_NETWORK__ADDRESS": f"127.0.0.1:{self.port}"}
         return mounts, ["/opt/fedtrain/bin/fedtrain", *service["command"]], env, "/project"
 
@@ -114,7 +114,7 @@ class Rollout:
         mounts, command, env, cwd = begun
         who = Callers(Credentials.load(self.ca / "aggregator"), self.ca)
         told: list[str] = []
-        emit = lambda event: told.append(getattr(event, "text", ""))  # noqa: E731
+        emit = lambda event: told.append(getattr(event, "text", ""))
         log, here = self.folder / "site.log", self.ca / "aggregator"
         async with aggregator(
             self.ca, self.folder, MODEL.schema, port=self.port, identify=who.identify, emit=emit
@@ -153,7 +153,7 @@ def test_d0_on_a_read_only_folder_a_site_starts_and_the_aggregator_hears(tmp_pat
     monkeypatch.setattr(renewal, "LOOK_S", 0.05)
     site = Rollout(tmp_path)
     before = (site.own / "cert.pem").read_bytes()
-    hears = lambda told: any("can't be kept in the folder of its key" in line for line in told)  # noqa: E731
+    hears = lambda told: any("can't be kept in the folder of its key" in line for line in told)
     told = bounded(site.until(site.by_unit(False), hears))
     (line,) = [line for line in told if "can't be kept" in line]
     assert line.startswith(f"{SITE}: the renewed certificate")

@@ -17,7 +17,7 @@ import msgspec
 from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
-from ...digest import sha256_of
+from ...digest import package_digest, sha256_of
 from ...errors import ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
@@ -321,7 +321,7 @@ async def run(
         if config.compression.down:
             await models.keep_initial()
         hello = Hello(
-            protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
+            protocol=PROTOCOL, version=__version__, package=package_digest(), task_digest=about.task_digest, schema=about.schema,
             frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
             examples=None if secure else examples,
             columns=await trainer.columns(name, form=True),
