@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
+from ..errors import (
+    FedtrainError,
+    JoinRefused,
+    NotApproved,
+    TaskError,
+    not_installed,
+    out_of_memory,
+    story_of,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -30,6 +38,7 @@ T = TypeVar("T")
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
 INTERRUPTED = "fedtrain.interrupted"  # in a context's meta: what is true of a command that was ended
 GOES_ON = "The same command goes on from the last committed round."
+REJECTED = 4  # the exit code of a site that may not take part until people act, there or here
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -65,7 +74,7 @@ class Command(click.Command):
                 click.echo(story_of(e), nl=False, err=True)
             if not told_by_torchrun(line_of(e)):
                 click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
-            ctx.exit(1)
+            ctx.exit(REJECTED if isinstance(e, JoinRefused | NotApproved) else 1)
         except KeyboardInterrupt:
             click.echo(f"Interrupted. {ctx.meta.get(INTERRUPTED, GOES_ON)}", err=True)
             ctx.exit(130)

@@ -81,6 +81,7 @@ class SiteLink:
         witness: Callable[[frames.AuditHead], frames.AuditHead] | None = None,
         *,
         refusal: Callable[[Request], Failure | None] = lambda request: None,
+        over: Callable[[], str] = lambda: "",
     ) -> str:
         """Answer requests until the aggregator says that the run is over; returns its reason.
 
@@ -89,13 +90,14 @@ class SiteLink:
         patch that is here and its base, and says whether it could; without it models are fetched whole.
         `schemas`: those that an aggregator with these settings and this model has too, so that no message
         spells them out. `witness` is told the head of the aggregator's audit log, and answers with the own.
-        `refusal`: the reply to a request for which nothing is fetched or done.
+        `refusal`: the reply to a request for which nothing is fetched or done. `over`: why this site answers
+        nothing any more; then it leaves after the reply that says so, and JoinRefused is raised here.
 
         JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
         at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
         stormed. An error of `answer` that is no reply, a bug or a full disk, ends it too.
         """
-        self._refusal = refusal
+        self._refusal, self._over = refusal, over
         self._answer, self._welcomed, self._patched = answer, welcomed, patched
         self._witness = witness
         self._witnessing: asyncio.Task[None] | None = None  # the newest answer to the aggregator's head
@@ -252,6 +254,10 @@ class SiteLink:
                     for arena in fetch_list(request):
                         await self._fetch(call, arena)
                 await self._offer(call, request, await self._answer(request))
+                if why := self._over():
+                    self._error = JoinRefused(why)
+                    self._outbox.put_nowait(encode(frames.Leaving()))
+                    asyncio.get_running_loop().call_later(star.LEAVE_S, self._session_task.cancel)
                 return
             except streams.Denied as e:
                 self._emit(Notice(text=f"{request.id}: {e}"))
