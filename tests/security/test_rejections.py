@@ -12,8 +12,6 @@ from fedtrain.config import Config
 from fedtrain.digest import package_digest
 from fedtrain.errors import ConnectError, JoinRefused, NotApproved
 from fedtrain.messages import Failure, Train
-from fedtrain.pki import Credentials, revoke
-from fedtrain.pki.callers import Callers
 from fedtrain.runtime.sites.approval import Approvals
 from fedtrain.runtime.sites.gate import Gate
 from fedtrain.runtime.sites.site import Site
@@ -106,20 +104,6 @@ def test_e7_a_site_whose_task_changed_says_so_and_leaves_instead_of_calling_for_
     ((name, reply),) = replies
     assert (name, isinstance(reply, Failure)) == ("a", True)
     assert "task.py changed since" in reply.reason
-
-
-def test_e7_a_revoked_site_that_calls_again_is_rejected_for_good(certs, tmp_path):
-    revoke(certs, ["a"])
-    who = Callers(Credentials.load(certs / "aggregator"), certs)
-    who.revoked.reload()
-
-    async def main():
-        async with aggregator(certs, tmp_path, MODEL.schema, identify=who.identify) as agg:
-            site = link(certs, "a", agg.cohort.port, tmp_path)
-            with pytest.raises(JoinRefused, match="was revoked"):
-                await site.serve(hello(MODEL.schema), echo_plus(1))
-
-    bounded(main())
 
 
 @pytest.mark.parametrize(

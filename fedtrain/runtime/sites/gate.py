@@ -46,7 +46,7 @@ class Gate:
 
     def __init__(self, emit: Emit = silent) -> None:
         self._emit = emit
-        self._told: dict[str, str] = {}  # by rule, since a request was last answered: a reason is told once
+        self._told: dict[tuple[str, str], str] = {}  # by rule and kind: a reason is told once
         self.asked: dict[str, Asked] = {}
         self.given: dict[str, Given] = {}
         self.sent: dict[str, Given] = {}
@@ -86,9 +86,10 @@ class Gate:
         return Failure(reason=reason)
 
     def _denied(self, rule: str, why: str, request: Request) -> str:
-        if self._told.get(rule) != why:
-            self._told[rule] = why
-            self._emit(Denied(rule=rule, what=what_of(request), round=number_of(request), reason=why))
+        what = what_of(request)
+        if self._told.get((rule, what)) != why:
+            self._told[rule, what] = why
+            self._emit(Denied(rule=rule, what=what, round=number_of(request), reason=why))
         return why
 
 
