@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ConfigError, FedtrainError
-from .arguments import INTERRUPTED, Command, Commands, drive, with_config
+from .arguments import Command, Commands, drive, with_config
 from .output import short
 
 if TYPE_CHECKING:
@@ -96,9 +96,6 @@ def certs_invite(
     for code in codes.open():
         until = datetime.fromtimestamp(code.until, UTC)
         click.echo(f"{code.guest}, once, until {until:%Y-%m-%d %H:%M} UTC:\n  fedtrain join {address} {code}")
-    click.get_current_context().meta[INTERRUPTED] = (
-        "`fedtrain certs invite` without names waits for the same sites again; their codes stay good."
-    )
     talking = asyncio.Lock()
 
     async def approve(name: str, spoken: str) -> bool | None:
@@ -166,9 +163,6 @@ def join(config: Config, address: str, code: str) -> None:
     from ..runtime.enrolling import join
 
     invitation = Code.read(code)
-    click.get_current_context().meta[INTERRUPTED] = (
-        "The key stays here. The same command goes on, with the same words."
-    )
     folder = drive(join(config.root / config.network.certs, address, invitation, click.echo))
     click.echo(f"{short(folder)} holds key and certificate of {invitation.guest}")
     click.echo("\n".join(_next(config, folder, address)))

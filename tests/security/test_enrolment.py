@@ -10,8 +10,10 @@ from datetime import timedelta
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from fedtrain import pki
+from fedtrain.cli import cli
 from fedtrain.cli.certificates import _next
 from fedtrain.config import Config
 from fedtrain.errors import CertificateError, ConfigError, JoinRefused
@@ -430,3 +432,18 @@ def test_two_commands_make_an_authority_and_enrol_a_site(tmp_path):
     assert "Next: fedtrain site north" in out
     assert Credentials.load(tmp_path / "there" / "certs" / "sites" / "north").identity.federation == "ward"
     assert Credentials.load(tmp_path / "here" / "certs" / "aggregator").identity.federation == "ward"
+
+
+@pytest.mark.parametrize("words_", [["join", "h:1", "CODE"], ["certs", "invite", "north"]], ids=" ".join)
+def test_e6_a_command_without_rounds_that_is_ended_promises_none(words_, tmp_path, monkeypatch):
+    def ended(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedtrain.pki.enrolment.Code.read", ended)
+    monkeypatch.setattr("fedtrain.pki.enrolment.Codes.invite", ended)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fedtrain.toml").write_text('[run]\nname = "ward"\ntask = "task:T"\n')
+    said = CliRunner().invoke(cli, [*words_, *(["--address", "h:1"] if "invite" in words_ else [])])
+    assert said.exit_code == 130
+    assert "committed round" not in said.output
+    assert "same words" in said.output or "codes stay good" in said.output
