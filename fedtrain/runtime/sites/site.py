@@ -44,6 +44,7 @@ from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approvals
+from .beginning import bind
 from .gate import Gate, gate_of
 from .models import CheckedSums, Models
 from .pins import pins_of
@@ -314,6 +315,7 @@ async def run(
         gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None, pins=pins)
         if secure is not None:
             gate.asked["policy.cohort_change"] = secure.tells_too_much
+            await bind(gate, policy, trainer, ledger.folder, secure.answered)
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
         of_models = MODELS * (about.schema.nbytes + about.frozen.schema.nbytes)
