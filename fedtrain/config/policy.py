@@ -69,7 +69,8 @@ class SitePolicy(Settings):
         named, wrong = re.fullmatch(f"own|any|{KEY}", self.initial), f"{self.initial[:80]!r} must be own, any"
         require(named, "policy.initial", f"{wrong}, or the 64 hex digits of a SHA-256")
         for name, key in self.members.items():
-            require(re.fullmatch(KEY, key), f"policy.members.{name}", f"{key[:80]!r} must be 64 hex digits, as "
+            require(re.fullmatch(KEY, key), f"policy.members.{name}",
+                    f"{key[:80]!r} must be 64 hex digits, as "
                     f"`fedtrain policy show` prints them at {name}")  # fmt: skip
 
     def pinned(self, me: str, key: bytes) -> Mapping[str, str] | None:

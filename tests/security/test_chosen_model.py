@@ -4,16 +4,11 @@
 threshold of its own, so that the sums of two neighbours differ by the patients between their thresholds.
 """
 
-from dataclasses import replace as changed
-
 import numpy as np
 import pytest
 import torch
 
-from fedtrain.arena import Arena
-from fedtrain.config import Config, policy_from
-from fedtrain.config.policy import changed as with_rules
-from fedtrain.errors import ConfigError
+from fedtrain.config import Config
 from fedtrain.runtime.star.secure_terms import hash_of
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
@@ -78,7 +73,7 @@ def crafted(config):
 
 def rebuilt(before, after):
     """Patients, from two models [at most BINS - 1, FEATURES]."""
-    weight, bias, out, _ = ((after.views()[name] - old).numpy() for name, old in before.views().items())
+    weight, bias, _, _ = ((after.views()[name] - old).numpy() for name, old in before.views().items())
     signs = np.sign(before.views()["2.weight"][0].numpy())
     rows, heights = weight * signs[:, None], bias * signs
     rows, heights = rows[:-1] - rows[1:], heights[:-1] - heights[1:]
@@ -89,10 +84,11 @@ def rebuilt(before, after):
 def recovered(found, within):
     """How many patients of all sites are among what was found, to so much of their norm."""
     task = {}
-    exec(TABLE_TASK, task)  # noqa: S102 - the source above
+    exec(TABLE_TASK, task)
     patients = torch.cat([task["Patients"](None).data(site)[0] for site in SITES]).numpy()
     return sum(
-        np.linalg.norm(found - patient, axis=1).min() < within * np.linalg.norm(patient) for patient in patients
+        np.linalg.norm(found - patient, axis=1).min() < within * np.linalg.norm(patient)
+        for patient in patients
     )
 
 

@@ -1,7 +1,8 @@
-"""Which model a run may begin with at a site: the task's own, one that the policy names, or one known here.
+"""The rule policy.initial: a site rejects a run that begins with another model than the site expects.
 
-From a first model that the aggregator chose, one sum over all sites gives it whole examples back ("Robbing the
-Fed", Fowl et al. 2022). So a site compares the model of round 0 with policy.initial before it works on it:
+From a first model that the aggregator chose, one sum over all sites gives it whole examples ("Robbing
+the Fed", Fowl et al. 2022). So before a site works on the model of round 0, it compares that model with
+policy.initial:
 
   own      what its own trainer makes of the task's model(), or weights(), and run.seed; or a model of an
            earlier run, of which this site gave an update or an evaluation into an opened sum
@@ -40,9 +41,10 @@ async def bind(
             return ""
         mine = "the task's own model() gives" if policy.initial == "own" else "this site expects"
         return (
-            f"the run would begin with the model {model}, and {mine} {expected}. A first model that is chosen "
-            f"can reveal single examples. If the run's people say, by a way that the aggregator doesn't carry, "
-            f"that it is meant, run here: fedtrain policy set initial={model} (its own policy.initial)"
+            f"the run would begin with the model {model}, and {mine} {expected}. A chosen first model can "
+            f"reveal single examples. If the people of the run confirm this model, by a way that the "
+            f"aggregator doesn't carry, run here: fedtrain policy set initial={model} (its own "
+            f"policy.initial)"
         )
 
     gate.models = {"policy.initial": rule} | gate.models

@@ -39,7 +39,7 @@ from ...wire.frames import Hello
 from ..auditing import audited
 from ..journal import Journal
 from ..star.agreement import bounds_of
-from ..star.secure_terms import hash_of
+from ..star.secure_terms import hash_of, unverified, verifies
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
@@ -302,7 +302,9 @@ async def run(
         noisy = config.privacy.noise_multiplier > 0
         spent = Spent.of_site(config, ledger.folder, emit, policy, ledger.records) if noisy else None
         secure = None
-        checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
+        checked = CheckedSums(ledger.folder, emit) if verifies(config) else None
+        if why := unverified(config):
+            emit(Notice(text=why))
         if config.secagg.enabled:
             secure = secure_site_of(
                 config, name, current, ledger, check, about.extras, spent, policy, checked

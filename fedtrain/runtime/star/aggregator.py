@@ -127,6 +127,8 @@ async def listening(
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         check_strategy(config, strategy)
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
+        if unverified := secure_terms.unverified(config):
+            emit(Notice(text=unverified))
         if start is not None and training:
             _tell_beginning(store, emit)
         joined = JoinedSites(journal, schema, task_digest, current, extras_of(strategy))
@@ -188,7 +190,7 @@ class JoinedSites:
             inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
             schemas=(self._schema, self._store.frozen.schema, self._update),
-            inline=not (config.compression.down or (config.secagg.enabled and config.secagg.verify)),
+            inline=not (config.compression.down or secure_terms.verifies(config)),
             witness=witness,
         )  # fmt: skip
 
