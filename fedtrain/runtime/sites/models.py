@@ -72,7 +72,11 @@ class CheckedSums:
         known, name = self.known, model.hex()
         if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
             return True  # no site could
-        if rounds == 0 or known.checked.get(name) == rounds:
+        before = 0 if rounds == 0 else known.checked.get(name, -1)
+        if before in (rounds, rounds - 1):  # the latter of a round that moved the model by nothing
+            if known.checked.get(name) != rounds:
+                known.checked[name] = rounds
+                self._keep()
             return True
         if known.made.get(digest) == rounds:
             del known.made[digest]  # which doesn't bind to the model
