@@ -61,8 +61,9 @@ def check_config(config: Config) -> None:
 
 def verifies(config: Config) -> bool:
     """Whether sites check the sums of this run, and make each model of them, as far as settings say it."""
-    asked, masks = config.secagg.verify, config.secagg.enabled
-    return masks and (not uncheckable(config) if asked == "auto" else asked)
+    if not config.secagg.enabled:
+        return False
+    return not uncheckable(config) if config.secagg.verify == "auto" else config.secagg.verify
 
 
 def unverified(config: Config) -> str:
