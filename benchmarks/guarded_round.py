@@ -1,7 +1,7 @@
 """What the security around a session costs a round: the heart example over mutual TLS, under masks.
 
 Two federations of an aggregator and four hospitals, each a process, train the same run: one as users run it,
-with policies that pin members, the guard of cohorts and the audit log; one without these three. They go by
+with policies that pin members, checked sums, the guard of cohorts and the audit log; one without. They go by
 turns, a round of the one and a round of the other: who is not at work is stopped, and what a round leaves to
 be done beside the next one counts in the next one. Both have mutual TLS, masks and an evaluation each round.
 
@@ -56,6 +56,8 @@ def project(root: Path, rounds: int, *, guarded: bool) -> None:
     ):
         assert before in toml, before
         toml = toml.replace(before, after)
+    if not guarded:
+        toml += "\n[secagg]\nverify = false\n"
     (root / "fedtrain.toml").write_text(toml)
     certs = root / "certs"
     init(certs)
@@ -65,7 +67,7 @@ def project(root: Path, rounds: int, *, guarded: bool) -> None:
     for folder in approve(Config.load(root / "fedtrain.toml"))[1]:
         rules: dict[str, Any] = {"members": {k: v for k, v in keys.items() if k != folder.name}}
         if not guarded:
-            rules = {"pin_members": False, "cohort_change": 0, "confine": "off"}
+            rules = {"pin_members": False, "cohort_change": 0, "confine": "off", "initial": "any"}
         keep_policy(folder, changed(policy_from(folder), rules | {"rounds": rounds}))
 
 
@@ -140,8 +142,8 @@ def run(how: str, figures: str, *arguments: str) -> None:
         for where, name, nothing in (
             (auditing.Audit, "emit", lambda audit, event: audit.emit_on(event)),
             (auditing.Audit, "state_after_rounds", lambda audit, state, every_s=0.0: None),
-            (secure_site, "Cohorts", lambda folder, rules, warn: None),
-            (site, "gate_of", lambda emit, *rules, masks: gate.Gate()),
+            (secure_site, "Cohorts", lambda *rules: None),
+            (site, "gate_of", lambda emit, *rules, **more: gate.Gate()),
         ):
             assert hasattr(where, name), name
             setattr(where, name, nothing)

@@ -99,6 +99,7 @@ CASES = [
     Case("1Mx100-full-30", 1_000_000, 100, 0.3),
     Case("1Mx100-finder-10", 1_000_000, 100, 0.1, finder=True),
     Case("10Mx10-full-10", 10_000_000, 10, 0.1),
+    Case("1Mx10-full-10-verify", 1_000_000, 10, 0.1, verify=True),
     Case("10Mx10-full-10-verify", 10_000_000, 10, 0.1, verify=True),
 ]
 

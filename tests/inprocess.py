@@ -96,12 +96,12 @@ def certify(config: Config, sites: list[str]) -> None:
         issue(config.root / "certs", "site", name)
 
 
-def begin(config: Config, *, simulated: bool = False) -> None:
-    """The run with its initial model, as the aggregator's own trainer would give it."""
+def begin(config: Config, *, simulated: bool = False, chosen: AnyArena | None = None) -> None:
+    """The run with its initial model, as the aggregator's own trainer would give it; or the `chosen` one."""
     bench = Workbench(config, simulated=simulated)
     store = RunStore(config.run_dir)
     strategy = build(config.strategy.kind, config.strategy.options)
-    initial, about = bench.initial(), bench.description
+    initial, about = chosen or bench.initial(), bench.description
     store.begin(
         initial.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
         task_digest=source_digest(config), derives=about.derives, local=about.local,

@@ -40,6 +40,11 @@ from tests.ports import free_port
 FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
 
 
+def any_beginning(config):
+    """The settings, at sites that let a run begin with any model."""
+    return allowed(config, *SITES, initial="any")
+
+
 def own_model(config):
     """What the task's model() gives, by names."""
     task = load_task(config.run.task, config.root)
@@ -73,7 +78,7 @@ def test_frozen_parameters_of_another_model_travel_once_to_each_site(tmp_path, i
     base = own_model(config)
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
-    committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    committed = asyncio.run(federation(any_beginning(config), start=tmp_path / "base.safetensors"))
     sent = [record["bytes_out"] for record in committed]
     assert len(SITES) * FROZEN_BYTES <= sent[0] - sent[1] < 1.1 * len(SITES) * FROZEN_BYTES
     assert sent[1] == sent[2] < len(SITES) * FROZEN_BYTES / 10
@@ -91,7 +96,7 @@ def test_whoever_was_killed_does_not_fetch_frozen_parameters_again(tmp_path, inl
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
     two = replace(config, run=replace(config.run, rounds=2))
-    asyncio.run(federation(two, start=tmp_path / "base.safetensors"))
+    asyncio.run(federation(any_beginning(two), start=tmp_path / "base.safetensors"))
     committed = asyncio.run(federation(config))  # other processes for all that they know
     assert [record["round"] for record in committed] == [3]
     assert committed[0]["bytes_out"] < len(SITES) * FROZEN_BYTES / 10
@@ -118,7 +123,7 @@ def test_frozen_parameters_that_are_damaged_at_a_site_while_it_runs_are_fetched_
         await freeze(trainer, frozen)
 
     monkeypatch.setattr(Supervised, "freeze", flip)
-    committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    committed = asyncio.run(federation(any_beginning(config), start=tmp_path / "base.safetensors"))
     assert damaged
     assert len(committed) == 2
     asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
@@ -137,7 +142,7 @@ def test_a_site_does_not_answer_for_other_frozen_parameters_what_it_found_for_it
     base["0.2.weight"] = base["0.2.weight"] + 0.25
     save_file(base, tmp_path / "base.safetensors")
     shutil.rmtree(config.run_dir)  # the sites' ledgers stay
-    asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    asyncio.run(federation(any_beginning(config), start=tmp_path / "base.safetensors"))
     asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
     found = final(config.run_dir, tmp_path / "f")
     assert found == final(config.simulate_dir, tmp_path / "s") != own

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -58,15 +59,18 @@ class SitePolicy(Settings):
     confine: Literal["auto", "require", "keys", "off"] = said(
         "auto", "the task's code has no network and sees no keys; require: or it does not run; keys: no keys"
     )
+    initial: str = said("own", "model that a run may begin with: own, that of the task; any; or its SHA-256")
     session: Duration = said(Seconds(86400), "longest life of a connection, which is then made anew")
     # name -> key fingerprint; `fedtrain policy pin NAME=KEY` adds one
     members: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        named, wrong = re.fullmatch(f"own|any|{KEY}", self.initial), f"{self.initial[:80]!r} must be own, any"
+        require(named, "policy.initial", f"{wrong}, or the 64 hex digits of a SHA-256")
         for name, key in self.members.items():
-            good = len(key) == 64 and not set(key) - set("0123456789abcdef")
-            require(good, f"policy.members.{name}", f"{key[:80]!r} must be 64 hex digits, as "
+            require(re.fullmatch(KEY, key), f"policy.members.{name}",
+                    f"{key[:80]!r} must be 64 hex digits, as "
                     f"`fedtrain policy show` prints them at {name}")  # fmt: skip
 
     def pinned(self, me: str, key: bytes) -> Mapping[str, str] | None:

@@ -141,7 +141,8 @@ class SecAggConfig(Settings):
     max_examples: Positive = 10_000.0  # examples that one site may have
     ring_bits: Literal[16, 32, 64] = 32  # bits in which a coordinate travels
     value_bits: Count = 0  # bits of one site's value: 4 to ring_bits - 1; 0: as many as the sum has room for
-    verify: bool = False  # sites check each sum that they are in, and make the next model of it themselves
+    # sites check each sum that they are in, and make the next model of it themselves; auto: where they can
+    verify: bool | Literal["auto"] = "auto"
     groups: AtLeastOne = 1  # random groups of sites, redrawn each round, with one sum each; for robust rules
     # Sites in a round up to which each site shares masks with every other. In a larger round each site shares
     # masks with some neighbours only: as many as keep secrets and the round safe at `corrupt` and `dropout`.

@@ -61,7 +61,7 @@ class Owed(Struct, frozen=True):
 
     sid: bytes
     round: int
-    seed: bytes  # of the checksums
+    seed: bytes  # of the checksums; b"": the sum has none, as not all sites share a key
     cohort: int  # sites that were asked
     sites: tuple[SiteId, ...]  # U3
     names: tuple[str, ...]  # of the metrics in the sum
@@ -261,8 +261,9 @@ def take_part(
     agree = due(msg.Agree, (yield msg.Masked(vector=arena, signature=signature)))
     check_survivors(site, terms, roster, mask, agree)
     survivors = msg.survivors_statement(sid, roster.hash, agree.sites)
-    if terms.verify:  # now, for who has enough shares waits for no others
-        site.owe(Owed(sid, terms.round, check_seed, len(terms.cohort), agree.sites, share.names, msg.VERSION))
+    if isinstance(asked, msg.Advertise):  # now, for who has enough shares waits for no others
+        known = check_seed if terms.verify else b""
+        site.owe(Owed(sid, terms.round, known, len(terms.cohort), agree.sites, share.names, msg.VERSION))
 
     # 4: of each site whose shares are held here, one
     unmask = due(msg.Unmask, (yield msg.Agreed(signature=sign(survivors))))

@@ -23,6 +23,7 @@ class Policy:
     value_bits: int = 0  # 0: as many as the cohort leaves room for
     privacy: str = ""
     verify: bool = False  # it checks the sums that it is in
+    insists: bool = True  # also in a cohort in which not all sites share a key; else it checks no sum there
     min_sites: int = 3  # no sum over fewer
     full_graph: int = 100  # in a cohort of up to so many sites each masks with all others
     corrupt: float = 0.2  # of a larger cohort, the part of the sites that may conspire with the aggregator
@@ -40,7 +41,7 @@ class Policy:
             ("federation", terms.federation, self.federation),
             ("run", terms.run, self.run),
             ("privacy", terms.privacy, self.privacy),
-            ("verify", terms.verify, self.verify),
+            ("verify", terms.verify, self.checks(n)),
             ("ring_bits", terms.ring_bits, self.ring_bits),
             ("value_bits", terms.value_bits, fixed.value_bits),
             ("clip", terms.clip, self.clip),
@@ -63,6 +64,10 @@ class Policy:
             )
         if len(terms.nonce) != msg.NONCE_BYTES:
             raise SecAggError(f"a nonce of {len(terms.nonce)} bytes: {msg.NONCE_BYTES} are needed")
+
+    def checks(self, sites: int) -> bool:
+        """Whether a sum of a round over so many sites has checksums."""
+        return self.verify and (self.insists or not self.graph(sites)[2])
 
     def graph(self, sites: int) -> tuple[int, int, int]:
         """The least quorum and threshold, and the degree (0: full graph), for a cohort of so many.

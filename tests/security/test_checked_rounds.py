@@ -10,13 +10,14 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, ForgedSum
 from fedtrain.runtime.sites.models import FILE, CheckedSums, SeenSums
 from fedtrain.runtime.star import federated, secure_rounds
-from fedtrain.runtime.star.combinations import check_strategy
-from fedtrain.runtime.star.secure_terms import check_config
+from fedtrain.runtime.star.combinations import check_strategy, keeps_state
+from fedtrain.runtime.star.secure_terms import check_config, unverified, verifies
+from fedtrain.runtime.star.secure_terms import policy as policy_of
 from fedtrain.secagg import messages
 from fedtrain.secagg.client import Owed
 from fedtrain.store import RunStore
 from fedtrain.store.disk import read_sealed
-from fedtrain.strategies import build
+from fedtrain.strategies import STRATEGIES, Strategy, build
 from tests.inprocess import Events, federation, final, simulated, with_port
 from tests.wards import WARDS
 
@@ -169,10 +170,72 @@ def test_settings_under_which_sites_could_not_make_the_model_are_refused(config,
     own = changed(getattr(config, section), **{key: value})
     config = changed(config, **{section: own})
     config = changed(config, strategy=changed(config.strategy, min_sites=6))
-    with pytest.raises(
-        ConfigError, match=rf"{section}.{key}: with secagg.verify = true .* Set {section}.{key} ="
-    ):
+    with pytest.raises(ConfigError, match=rf"secagg.verify: {section}.{key} = .*; it would have to be"):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("secagg", "groups", 2),
+        ("compression", "down", "quantize:8"),
+        ("strategy", "fraction", 0.5),
+        ("strategy", "kind", "fedadam"),
+        ("strategy", "kind", "own:Mine"),
+    ],
+)
+def test_by_default_checks_are_off_with_the_reason_where_sites_can_not_check(config, section, key, value):
+    config = changed(config, secagg=changed(config.secagg, verify="auto"))
+    assert (verifies(config), unverified(config)) == (True, "")
+    config = changed(config, **{section: changed(getattr(config, section), **{key: value})})
+    config = changed(config, strategy=changed(config.strategy, min_sites=6))
+    check_config(config)
+    assert not verifies(config)
+    assert f"(secagg.verify): {section}.{key} = " in unverified(config)
+
+
+def test_the_settings_alone_tell_which_strategies_keep_state():
+    """Of them the supervisor of a site knows, which loads no torch."""
+    for kind, made in STRATEGIES.items():
+        options = {"noise_multiplier": 1.0} if kind == "dp_fedavg" else {}
+        if kind in ("fedper", "fedrep"):
+            options = {"local": ["head.*"]}
+        strategy = build(kind, options)
+        stateful = bool(strategy.sigma) or keeps_state(strategy)
+        assert stateful == (made.init is not Strategy.init), kind
+
+
+def test_by_default_both_ends_say_once_that_sums_are_not_checked(config):
+    table = changed(config.strategy, kind="fedavgm")
+    config = changed(config, secagg=changed(config.secagg, verify="auto"), strategy=table)
+    config = changed(config, run=changed(config.run, rounds=1), evaluate=changed(config.evaluate, every=0))
+    logs = {site: Events() for site in SITES}
+    for log in (federation(config, SITES, logs=logs), *logs.values()):
+        told = [e["text"] for e in log.of("notice") if "do not check the sums" in e["text"]]
+        assert len(told) == 1
+        assert "strategy.kind = fedavgm moves the model by more than a sum" in told[0]
+
+
+def test_by_default_a_round_over_more_sites_than_share_keys_is_not_checked(config):
+    policy = policy_of(changed(config, secagg=changed(config.secagg, verify="auto", full_graph=3)), "f")
+    assert policy.checks(3)
+    assert not policy.checks(40)
+    assert policy_of(changed(config, secagg=changed(config.secagg, full_graph=3)), "f").checks(40)
+
+
+def test_the_model_after_a_round_without_checksums_needs_no_check(tmp_path):
+    sums = CheckedSums(tmp_path, Events())
+    sums.owe(Owed(bytes(32), 4, b"", 150, ("a", "b", "c"), ("loss",)))
+    assert sums.has_checked(5, "d", b"model")
+    assert not sums.has_checked(6, "e", b"next")
+
+
+def test_a_round_that_moves_the_model_by_nothing_leaves_it_checked(tmp_path):
+    sums = CheckedSums(tmp_path, Events())
+    assert sums.has_checked(0, "d", b"model")
+    assert sums.has_checked(1, "d", b"model")
+    assert sums.has_checked(2, "d", b"model")
+    assert not sums.has_checked(4, "d", b"model")
 
 
 @pytest.mark.parametrize("kind", ["fedadam", "fedavgm", "scaffold", "dp_fedavg"])
@@ -187,12 +250,14 @@ def test_sites_and_aggregator_that_start_again_still_check_the_sum_of_the_round_
     """With evaluate.every = 0 it is shown only when the next round begins, by other processes."""
     config = changed(config, evaluate=changed(config.evaluate, every=0))
     federation(changed(config, run=changed(config.run, rounds=1)), SITES)
-    assert all(not state(config, site)["checked"] and state(config, site)["owed"] for site in SITES)
+    for site in SITES:
+        assert list(state(config, site)["checked"].values()) == [0]
+        assert state(config, site)["owed"]
     federation(config, SITES)
     simulated(config, monkeypatch)
     assert final(config.run_dir).load().data.equal(final(config.simulate_dir).load().data)
     for site in SITES:
-        assert sorted(state(config, site)["checked"].values()) == [1, 2]
+        assert sorted(state(config, site)["checked"].values()) == [0, 1, 2]
 
 
 def test_a_site_that_lost_its_memory_takes_part_beside_the_others_and_checks_the_next_sum(config):

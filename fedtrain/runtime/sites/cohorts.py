@@ -129,6 +129,10 @@ class Cohorts:
         moved = b"" if update is None else sketch(key, update, update.schema.model.sections)
         return Watched(self, msgspec.structs.replace(asked, weights=weights, update=moved))
 
+    def answered(self, model: bytes) -> bool:
+        """Whether this site gave an update or an evaluation of this model (hash_of) into an opened sum."""
+        return any(seen.model == model and seen.cohort[0] != "AdvertiseTally" for seen in self._opened)
+
     def opens(self, asked: Opened) -> None:
         """Keep what is opened, on the disk when this returns; SecAggError as `check`."""
         with self._chain.alone():

@@ -70,7 +70,13 @@ class CheckedSums:
         Asked before any work on the model, when what was made of a sum is still where it was made.
         """
         known, name = self.known, model.hex()
-        if rounds == 0 or known.checked.get(name) == rounds:
+        if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
+            return True  # no site could
+        before = 0 if rounds == 0 else known.checked.get(name, -1)
+        if before in (rounds, rounds - 1):  # the latter of a round that moved the model by nothing
+            if known.checked.get(name) != rounds:
+                known.checked[name] = rounds
+                self._keep()
             return True
         if known.made.get(digest) == rounds:
             del known.made[digest]  # which doesn't bind to the model
@@ -117,7 +123,12 @@ class Models:
         assert isinstance(patch.arena, ArenaFile), patch
         if self._checked is not None:
             owed = self._checked.known.owed
-            if owed is None or owed.version != VERSION or named(patch.arena.schema) != owed.sid.hex():
+            if (
+                owed is None
+                or not owed.seed
+                or owed.version != VERSION
+                or named(patch.arena.schema) != owed.sid.hex()
+            ):
                 return False
             await asyncio.to_thread(self._check, owed, patch.arena)
             summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)

@@ -120,6 +120,10 @@ class SecureSite:
             return f"{self._refusal(request) or e} (its own policy.cohort_change)"
         return ""
 
+    def answered(self, model: str) -> bool:
+        """Whether a sum with this site's answer about this model (hash_of, as hex digits) was opened."""
+        return self._cohorts is not None and self._cohorts.answered(bytes.fromhex(model))
+
     def _refusal(self, request: Step) -> str:
         """Why not to go on with a sum: statistics over other sites than before would tell what differs."""
         statistics = self._clients[msg.AdvertiseTally]

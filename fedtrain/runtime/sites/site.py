@@ -38,11 +38,12 @@ from ..auditing import audited
 from ..journal import Journal
 from ..own_code import load_only_beside_key
 from ..star.agreement import bounds_of
-from ..star.secure_terms import hash_of
+from ..star.secure_terms import hash_of, unverified, verifies
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approval, Approvals
+from .beginning import bind
 from .gate import Gate, gate_of
 from .models import CheckedSums, Models
 from .pins import pins_of
@@ -302,7 +303,9 @@ async def run(
             emit(Notice(text=about.confined))
         noisy, secure = config.privacy.noise_multiplier > 0, None
         spent = Spent.of_site(config, ledger.folder, emit, policy, ledger.records) if noisy else None
-        checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
+        checked = CheckedSums(ledger.folder, emit) if verifies(config) else None
+        if why := unverified(config):
+            emit(Notice(text=why))
         if config.secagg.enabled:
             load_only_beside_key(config, approved[-1].files)
             secure = secure_site_of(
@@ -316,6 +319,7 @@ async def run(
         gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None, pins=pins)
         if secure is not None:
             gate.asked["policy.cohort_change"] = secure.tells_too_much
+            await bind(gate, policy, trainer, ledger.scratch, secure.answered)
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
         of_models = MODELS * (about.schema.nbytes + about.frozen.schema.nbytes)

@@ -127,6 +127,10 @@ async def listening(
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         check_strategy(config, strategy)
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
+        if unverified := secure_terms.unverified(config):
+            emit(Notice(text=unverified))
+        if start is not None and training:
+            _tell_beginning(store, emit)
         joined = JoinedSites(journal, schema, task_digest, current, extras_of(strategy))
         cohort = joined.cohort(audit.witness)
         audit.state_after_rounds(lambda head: cohort.state_head(head, audit.place_of))
@@ -186,7 +190,7 @@ class JoinedSites:
             inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
             schemas=(self._schema, self._store.frozen.schema, self._update),
-            inline=not (config.compression.down or (config.secagg.enabled and config.secagg.verify)),
+            inline=not (config.compression.down or secure_terms.verifies(config)),
             witness=witness,
         )  # fmt: skip
 
@@ -278,6 +282,17 @@ async def _begin(
         elif not store.has_frozen(about.frozen.schema):
             store.keep_frozen(await trainer.frozen(scratch))
     return about.schema, about.task_digest
+
+
+def _tell_beginning(store: RunStore, emit: Emit) -> None:
+    """Print what a site's policy has to name, where a run begins with another model than the task's own."""
+    if (latest := store.latest()) is not None and latest.round == 0:
+        model = secure_terms.hash_of(latest.weights, all_cores(), store.frozen.sha256).hex()
+        text = (
+            f"the run begins with the model {model}. Sites take it where it was a model of an earlier run "
+            f"of theirs; at each other site, once its people agree: fedtrain policy set initial={model}"
+        )
+        emit(Notice(text=text))
 
 
 @asynccontextmanager

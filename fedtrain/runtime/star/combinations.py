@@ -51,7 +51,7 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
             f"compression.down: {kind} sends {', '.join(strategy.down)} with the weights, which no patch "
             f"holds. Leave it out."
         )
-    if config.secagg.enabled and config.secagg.verify and (strategy.sigma or keeps_state(strategy)):
+    if config.secagg.enabled and config.secagg.verify is True and (strategy.sigma or keeps_state(strategy)):
         raise ConfigError(
             f"secagg.verify: {kind} moves the model by more than a sum of updates: by what the aggregator "
             f"alone has. Use a strategy without such, as fedavg or fedprox, or set secagg.verify = false."

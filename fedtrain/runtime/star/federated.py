@@ -35,7 +35,12 @@ from .blame import Spoiled, Suspects, nudged
 from .central_noise import CentralNoise
 from .gathered import Aggregate
 from .guard import REMEMBERED, RESTS
-from .secure_terms import least_sites
+from .secure_terms import least_sites, verifies
+
+LOOK = (
+    "To have the aggregator look for the site, go on under another run.name, with secagg.verify = false at "
+    "all ends, from this run's model: fedtrain aggregator --from"
+)
 
 
 async def run(
@@ -214,8 +219,10 @@ async def searched(
         inside, good, spoiled = [*mean.sites], mean.summed, mean.spoiled
     except Spoiled as e:
         too_few = not plan.groups and len(plan.sites) < 2 * least_sites(journal.config)
-        if too_few or journal.config.secagg.verify:
-            raise  # too few for two sums, or each site can check a round's only sum alone
+        if too_few:
+            raise
+        if verifies(journal.config):  # a site can check the only sum of a round, and none of other groups
+            raise Spoiled(e.groups, f"{e}. {LOOK}") from e
         journal.round_failed(plan.round, plan.attempt, e)
         weights = await in_thread(checkpoint.weights.schema.nbytes, nudged, checkpoint.weights, plan.round)
         after, record = Checkpoint(plan.round + 1, weights, checkpoint.state), lap.record({}, 0)

@@ -312,12 +312,13 @@ class UnderMasks:
 
     def _terms(self, plan: RoundPlan, cohort: dict[SiteId, bytes], encoding: Encoding) -> msg.Terms:
         (quorum, threshold, degree), point = self._policy.graph(len(cohort)), encoding.point
+        verify = encoding.schema is not None and self._policy.checks(len(cohort))
         return msg.Terms(
             federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
             nonce=secrets.token_bytes(msg.NONCE_BYTES), cohort=cohort, quorum=quorum,
             threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
             value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
-            privacy=self._policy.privacy, verify=self._policy.verify and encoding.schema is not None,
+            privacy=self._policy.privacy, verify=verify,
         )  # fmt: skip
 
     def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:

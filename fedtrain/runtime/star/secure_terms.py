@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from ...arena import AnyArena
-from ...config import Config
+from ...config import Config, is_own
 from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError
 from ...fairness import split
@@ -20,6 +20,7 @@ from ...secagg.fixedpoint import MAX_VALUE_BITS, FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
 from ...secagg.noise import MIN_STD, DiscreteGaussian
 from ...secagg.policy import Policy
+from ...strategies import STRATEGIES, Strategy
 from ..sites import compressed
 from .answers import compares, rule_of
 
@@ -49,8 +50,8 @@ def check_config(config: Config) -> None:
             f'{rule.needs} or more; or set aggregation.rule = "mean" without aggregation.before, or '
             f"secagg.enabled = false."
         )
-    if config.secagg.verify:
-        check_verify(config)
+    if config.secagg.verify is True and (why := uncheckable(config)):
+        raise ConfigError(f"secagg.verify: {why}. Change that, or set secagg.verify = false.")
     compressed.check_config(config)
     rule_of(config, groups if groups > 1 else None)
     each = max(sites // groups, 1)
@@ -58,18 +59,36 @@ def check_config(config: Config) -> None:
     policy(config, "").graph(each)
 
 
-def check_verify(config: Config) -> None:
-    """ConfigError for what keeps sites from making the next model of a sum that they check."""
+def verifies(config: Config) -> bool:
+    """Whether sites check the sums of this run, and make each model of them, as far as settings say it."""
+    if not config.secagg.enabled:
+        return False
+    return not uncheckable(config) if config.secagg.verify == "auto" else config.secagg.verify
+
+
+def unverified(config: Config) -> str:
+    """A line for people where secagg.verify = "auto" is off in a run under masks; "" else."""
+    if not config.secagg.enabled or config.secagg.verify != "auto" or not (why := uncheckable(config)):
+        return ""
+    return f"sites do not check the sums of this run (secagg.verify): {why}"
+
+
+def uncheckable(config: Config) -> str:
+    """What keeps sites from making the next model of a sum that they check: the setting and why; "" if
+    nothing does."""
+    kind, asked = config.strategy.kind, config.secagg.verify
+    if is_own(kind) and asked == "auto":
+        return f"strategy.kind = {kind}, a class of your own: if it has no init(), set secagg.verify = true"
+    if not is_own(kind) and STRATEGIES[kind].init is not Strategy.init:
+        return f"strategy.kind = {kind} moves the model by more than a sum, by what the aggregator alone has"
     for key, value, only, why in (
         ("secagg.groups", config.secagg.groups, 1, "a site can check the sum of its own group alone"),
         ("compression.down", config.compression.down, "", "the model moves by less than the sum then"),
         ("strategy.fraction", config.strategy.fraction, 1.0, "who was not in the last sum can't check it"),
     ):
         if value != only:
-            raise ConfigError(
-                f"{key}: with secagg.verify = true sites make the model of the sum that they check, and "
-                f"{why}. Set {key} = {only!r}, or secagg.verify = false."
-            )
+            return f"{key} = {value!r}, and {why}; it would have to be {only!r}"
+    return ""
 
 
 def fixed_point(config: Config, sites: int, extras: Extras = NO_EXTRAS) -> FixedPoint:
@@ -130,7 +149,7 @@ def encoding_of(
     point = fixed_point(config, sites, extras)
     if schema is None:
         return Encoding(point, None)
-    point = replace(point, unsigned=config.secagg.verify)
+    point = replace(point, unsigned=verifies(config))
     points = tuple(
         replace(point, clip=rounded_up(config, each.bound) if extras.exact else each.bound, max_weight=1.0)
         for each in extras.up
@@ -152,7 +171,8 @@ def policy(config: Config, federation: str, extras: Extras = NO_EXTRAS) -> Polic
         max_weight=max_weight, length=0, value_bits=value_bits_of(config, extras),
         privacy=agreed_privacy(config),
         min_sites=least_sites(config),
-        verify=s.verify, full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
+        verify=verifies(config), insists=s.verify is True,
+        full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...arena import Arena, ArenaFile
+from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
 from ...digest import seed_of
 from ..sites import compressed
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
 
 def applied(config: Config, strategy: Strategy, about: msg.Description, command: msg.Apply) -> Arena:
     """The model, in memory. BadUpdate for a patch that can't be used, SecAggError for such a sum."""
-    base = ArenaFile(about.schema, command.base.path, command.base.digest).load()
+    base = ArenaFile(about.schema, Path(command.base.path), command.base.digest)
     if command.summed is not None:
-        return moved(config, strategy, about, base, np.fromfile(command.patch.path, np.uint8), command.summed)
+        shown = np.memmap(command.patch.path, np.uint8, "r")  # each byte is read once
+        return moved(config, strategy, about, base, shown, command.summed)
     codec = compressed.down_codec(config, about.schema)
     assert codec is not None, "no patches come without compression.down"
-    return compressed.patched(config, codec, base, ArenaFile(codec.coded, command.patch.path))
+    return compressed.patched(config, codec, base.load(), ArenaFile(codec.coded, command.patch.path))
 
 
 def moved(
-    config: Config, strategy: Strategy, about: msg.Description, base: Arena,
+    config: Config, strategy: Strategy, about: msg.Description, base: AnyArena,
     data: np.ndarray[tuple[int], np.dtype[np.uint8]], summed: msg.Summed,
 ) -> Arena:  # fmt: skip
     """A model moved by a checked sum, as the aggregator's federated_round moves it."""

@@ -141,12 +141,12 @@ class Workbench:
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
+        from ... import strategies
+
         initial = (self._ranks or self._engine).initial(frozen=frozen)
         if frozen or not self.description.schema.extras:
             return initial
-        whole = Arena.zeros(self.description.schema)  # the strategy's part is the coordinator's to fill
-        whole.model.copy_(initial)
-        return whole
+        return strategies.beginning(self._strategy, initial)[0]
 
     def freeze(self, frozen: ArenaFile) -> None:
         """As Trainer.freeze; BadUpdate when they are not those that were announced."""
