@@ -72,10 +72,12 @@ class Evaluation(Message, frozen=True, kw_only=True, tag=True):
         return bool(counts) and not any(counts) and not any(map(any, totals))
 
 
-class Failure(Message, frozen=True, kw_only=True, tag=True):
+class Failure(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A site could not do what it was asked; `reason` is one line without data values (S35)."""
 
     reason: str
+    final: bool = False  # by a rule of the site's own, which refuses the same request again
+    strangers: tuple[SiteId, ...] = ()  # the sites of a sum that this site has not pinned
 
 
 class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

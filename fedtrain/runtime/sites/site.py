@@ -112,9 +112,14 @@ class Site:
         """The reply to what this site does not answer, before a byte that the request names is fetched."""
         for arena in fetch_list(request):
             if difference := self._schema.difference(arena.schema):
-                return Failure(reason=f"the aggregator's model is not this site's: {difference}")
+                reason = f"the aggregator's model is not this site's: {difference}"
+                return Failure(reason=reason, final=True)
         why = self._gate.refusal(request)
-        return Failure(reason=f"{self._name} refuses: {why}") if why else None
+        return self._refused(why, self._gate.strangers(request)) if why else None
+
+    def _refused(self, why: str, strangers: tuple[SiteId, ...] = ()) -> Failure:
+        """The reply of a site that a rule of its own keeps from answering."""
+        return Failure(reason=f"{self._name} refuses: {why}", final=True, strangers=strangers)
 
     async def answer(self, request: Request) -> Reply:
         return self.refusal(request) or await self.fulfil(request)
@@ -124,7 +129,7 @@ class Site:
         the same reply; but a failure is no reply to another attempt, which has the work done anew."""
         reply = await self._answer(request)
         if why := self._gate.withheld(request, reply, leaving=True):
-            return Failure(reason=f"{self._name} refuses: {why}")
+            return self._refused(why)
         return self._gate.told(reply) if isinstance(reply, Failure) else reply
 
     async def _answer(self, request: Request) -> Reply:
@@ -149,10 +154,10 @@ class Site:
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, if it may leave."""
         if why := self._gate.unfit(request, model):
-            return Failure(reason=f"{self._name} refuses: {why}")
+            return self._refused(why)
         found = await self._found(request, model)
         why = self._gate.withheld(request, found)
-        return Failure(reason=f"{self._name} refuses: {why}") if why else found
+        return self._refused(why) if why else found
 
     async def _found(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
@@ -208,7 +213,7 @@ class Site:
                 frozen.digest, frozen.schema.nbytes, again=True
             ):
                 raise WireError("the frozen parameters were damaged here: they are fetched again") from e
-            return Failure(reason=str(e))
+            return Failure(reason=str(e), final=isinstance(e, ConfigError))
 
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
         if isinstance(request, Evaluate):

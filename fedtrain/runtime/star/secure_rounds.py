@@ -36,6 +36,7 @@ from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
+from .mutual import MutualCohort, Strangers
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
@@ -155,6 +156,10 @@ class UnderMasks:
         check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
+        inner = waiting_for_all(cohort)
+        if not isinstance(inner, MutualCohort):  # of a simulation, whose sites refuse nobody
+            inner = MutualCohort(inner, emit, callers.fingerprints, dict.fromkeys)
+        self._mutual = inner
         self._look = SumCheck(config, emit, extras)
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
@@ -249,7 +254,8 @@ class UnderMasks:
         again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One sum, and the sites in it.
+        """One sum, and the sites in it. Where sites refuse by rules of their own, and too few are left for
+        the sum, it is had of those that accept each other and refuse nothing.
 
         Args:
             schema: Of the updates that are summed; None: metrics are.
@@ -259,31 +265,39 @@ class UnderMasks:
             again: These very sites were in such a sum before: each is waited for until the deadline.
             whole: No site may drop out.
         """
-        cohort = await self._cohort(sites)
-        encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
-        terms = self._terms(plan, cohort, encoding)
-        if whole and len(cohort) < len(sites):
-            raise TooFewSites("secure sum", len(cohort), len(sites))
-        if whole:
-            terms = msgspec.structs.replace(terms, quorum=len(sites))
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
-        try:
-            masked = await masked_sum(
-                Patient(waiting_for_all(self.cohort) if again else self.cohort),
-                terms,
-                model,
-                requests(terms),
-                self._verifier.verify,
-                deadline_s=deadline_s,
-                step_deadline_s=deadline_s,
-                in_thread=asyncio.to_thread,
-                parallel=self._parallel,
-            )
-            settle(plan, masked.sites)
-            found = await masked.unmask()
-        except Unfinished as e:
-            self._tell_dropped(plan.round + training, e.dropped)
-            raise
+        while True:
+            cohort = await self._cohort(sites if again or whole else await self._accepted(sites))
+            encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
+            terms = self._terms(plan, cohort, encoding)
+            if whole and len(cohort) < len(sites):
+                raise TooFewSites("secure sum", len(cohort), len(sites))
+            if whole:
+                terms = msgspec.structs.replace(terms, quorum=len(sites))
+            try:
+                masked = await masked_sum(
+                    Patient(waiting_for_all(self.cohort) if again else self.cohort),
+                    terms,
+                    model,
+                    requests(terms),
+                    self._verifier.verify,
+                    deadline_s=deadline_s,
+                    step_deadline_s=deadline_s,
+                    in_thread=asyncio.to_thread,
+                    parallel=self._parallel,
+                )
+                settle(plan, masked.sites)
+                found = await masked.unmask()
+            except Strangers:
+                if again or whole:
+                    raise
+            except Unfinished as e:
+                self._tell_dropped(plan.round + training, e.dropped)
+                sites = [site for site in cohort if site not in self._mutual.declined]
+                if again or whole or not self._policy.min_sites <= len(sites) < len(cohort):
+                    raise
+            else:
+                break
         self._tell(plan, found, training=training)
         if terms.verify and self._store is not None:  # a simulation has no sites to be shown anything
             self._shown = msg.shown(terms.sid(model), found.vector)
@@ -295,6 +309,15 @@ class UnderMasks:
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
+
+    async def _accepted(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
+        """Those of the sites that accept each other. Where they are too few for a sum, and all sites that are
+        here are, waits until people have pinned enough of them."""
+        found = self._mutual.accepted(sites)
+        if len(found) < self._policy.min_sites <= len(sites):
+            await self.cohort.members(self._policy.min_sites)
+            found = self._mutual.accepted(sites)
+        return found
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others
@@ -321,6 +344,7 @@ class UnderMasks:
 
     def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:
         number = plan.round + 1 if training else plan.round
+        self._mutual.summed(found.sites)
         if training:
             for site in found.sites:
                 self._emit(UpdateReceived(round=number, site=site, nbytes=found.vector.nbytes))
