@@ -93,14 +93,12 @@ class AggregatorCheck:
         """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate
         counts no more, and the session of our `own` certificate when that was renewed, or of pins that were
         changed: the aggregator learns of both as the site joins again."""
-        chain, pins = own().chain, {**self._pinned}
+        before = own().chain, {**self._pinned}
         async for _ in self.revoked.reloads(self._emit, lambda: own.trouble):
-            if own().chain != chain:
-                chain = own().chain
-                cut("this site's certificate was renewed; it joins again with the new one")
-            if (pinned := {**self._pinned}) != pins:
-                pins = pinned
-                cut("this site's pins were changed (policy.pin_members); it joins again with them")
+            if (now := (own().chain, {**self._pinned})) != before:
+                what = "certificate was renewed" if now[0] != before[0] else "pins were changed"
+                before = now
+                cut(f"this site's {what}; it joins again with the new one{'s' * what.startswith('pins')}")
             try:
                 if self._chain:
                     self.verifier.trust(self._chain, "aggregator")

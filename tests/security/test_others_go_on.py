@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.approval import key_in
 from fedtrain.runtime.star import aggregator, mutual
 from tests.allowed import allowed
+from tests.federation import aggregator as star
+from tests.federation import certificates, echo_plus, hello, link, random_arena
 from tests.inline import project
 from tests.inprocess import Events
 
@@ -32,8 +36,9 @@ class Log(Events):
         super().__call__(event)
         self._changed.set()
 
-    def notices(self, part: str) -> list[str]:
-        return [e["text"] for e in self.of("notice") if part in e["text"]]
+    def notices(self, part: str, of: str = "") -> list[str]:
+        found = [e["text"] for e in self.of("notice") if part in e["text"]]
+        return [text for text in found if text.startswith(of)]
 
     async def until(self, true: Callable[[], Any]) -> None:
         while not true():
@@ -131,16 +136,144 @@ def test_d1_a_site_that_no_other_has_pinned_is_left_out_until_they_pin_it(world)
         await run["aggregator"].committed(5)
         for name in FIVE:
             run.pin(*FIVE, "late", at=name)
-        await run["aggregator"].until(lambda: run["aggregator"].notices("late is in the sums again"))
+        await run["aggregator"].until(lambda: run["aggregator"].of("round_committed")[-1]["sites"] == 6)
         await run["aggregator"].committed(2)
 
     run.go(story)
     said = run["aggregator"].notices("late is left out")
     key = key_in(run.config.root / "certs/sites/late")
-    assert f"not pinned at a, b, c, d, e (policy.pin_members). If `fedtrain policy show` prints" in said[0]
+    assert "not pinned at a, b, c, d, e (policy.pin_members). If `fedtrain policy show` prints" in said[0]
     assert said[0].endswith(f"run there: fedtrain policy pin late={key}")
     assert len(said) == len({*said}) <= 5, "once for each set of sites that lack the pin"
     assert not run["aggregator"].of("round_failed")
     inside = [e["sites"] for e in run["aggregator"].of("round_committed")]
     assert inside[:5] == [5] * 5
     assert inside[-1] == 6
+
+
+@pytest.mark.slow(6)
+def test_d1_sites_that_have_pinned_nobody_are_waited_for_and_the_run_begins_with_the_last_pin(world):
+    run = world("a", "b", "c", strategy={"min_sites": 3}, run={"rounds": 2})
+    for name in "abc":
+        run.policy(name, members={})
+
+    async def story() -> None:
+        run.start("aggregator", *"abc")
+        for name in "abc":  # the people of one site after the other
+            await run["aggregator"].until(lambda: run["aggregator"].notices("is left out"))
+            run.pin(*"abc", at=name)
+        await run.tasks["aggregator"]
+        await asyncio.gather(*(run.tasks[name] for name in "abc"))
+
+    run.go(story)
+    assert not run["aggregator"].of("round_failed")
+    assert [e["sites"] for e in run["aggregator"].of("round_committed")] == [3, 3]
+    for name in "abc":
+        assert run[name].of("run_finished"), "each site ends as the run does"
+
+
+@pytest.mark.slow(8)
+def test_d1_whoever_lacks_one_pin_the_newcomer_or_the_site_that_took_a_pin_back_is_left_out(world):
+    run = world(*FIVE, "late", strategy={"min_sites": 4})
+    for name in "abcd":
+        run.pin(*FIVE, "late", at=name)
+    run.pin(*FIVE, at="e")
+
+    async def story() -> None:
+        run.start("aggregator", *FIVE)
+        await run["aggregator"].committed(2)
+        run.start("late")
+        await run["aggregator"].until(lambda: run["aggregator"].notices("late is left out of the sums: not"))
+        await run["aggregator"].committed(2)
+        run.pin("b", "c", "d", "e", at="a")  # not late
+        run.pin("a", "c", "d", "e", "late", at="e")  # not b: so e sums without b, or not at all
+        await run["aggregator"].until(lambda: run["aggregator"].notices("is left out", of="e "))
+        await run["aggregator"].committed(2)
+
+    run.go(story)
+    assert "late is left out of the sums: not pinned at e " in run["aggregator"].notices("late is")[0]
+    assert "it has not pinned b (its own policy.pin_members)" in run["aggregator"].notices("", of="e is")[0]
+    assert not run["aggregator"].of("round_failed")
+    assert min(e["sites"] for e in run["aggregator"].of("round_committed")) >= 4
+
+
+@pytest.mark.slow(6)
+def test_d1_statistics_are_of_the_sites_that_accept_each_other(world):
+    run = world(*FIVE, strategy={"min_sites": 4}, stats={"allow": True, "min_cell": 1})
+    for name in FIVE:
+        run.pin(*"abcd", at=name)
+
+    async def story() -> None:
+        run.start(*FIVE)
+        found = asyncio.create_task(aggregator.survey(run.config, emit=run["aggregator"]))
+        run.tasks["survey"] = found
+        assert list((await found).sites) == list("abcd")
+
+    run.go(story)
+    assert run["aggregator"].notices("e is left out")
+
+
+@pytest.mark.slow(6)
+def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_have(world):
+    """Two of five refuse for good: the quorum of five would be four."""
+    run = world(*FIVE, strategy={"min_sites": 3})
+    for name in "de":
+        run.policy(name, rounds=1)
+    refused = lambda: {e["site"] for e in run["aggregator"].of("update_refused")}
+
+    async def story() -> None:
+        run.start("aggregator", *FIVE)
+        await run["aggregator"].until(lambda: {*"de"} <= refused())
+        await run["aggregator"].committed(2)
+
+    run.go(story)
+    assert run["aggregator"].of("round_committed")[-1]["sites"] == 3
+    assert not run["aggregator"].of("round_failed")
+    assert refused() == {*"de"}
+
+
+def brute(sites, pairs, worth):
+    every = (set(some) for n in range(len(sites) + 1) for some in itertools.combinations(sites, n))
+    return max(worth(some) for some in every if not any(some.issuperset(pair) for pair in pairs))
+
+
+def test_the_largest_set_of_sites_without_refusals_is_found_the_same_each_time():
+    draw = random.Random(5)
+    for n in (1, 2, 5, 8, 11):
+        for _ in range(20):
+            sites = [f"s{i}" for i in range(n)]
+            pairs = [pair for pair in itertools.permutations(sites, 2) if draw.random() < 0.2]
+            inside = {site for site in sites if draw.random() < 0.5}
+            worth = lambda found, inside=inside: (len(found), len(inside & set(found)))
+            found = mutual.largest(frozenset(sites), pairs, worth)
+            assert not any(found.issuperset(pair) for pair in pairs)
+            assert worth(found) == brute(sites, pairs, worth)
+            assert found == mutual.largest(frozenset(reversed(sites)), pairs, worth)
+
+
+def test_of_two_hundred_sites_that_refuse_two_of_them_the_others_stay():
+    sites = [f"s{i:03}" for i in range(200)]
+    pairs = [(site, other) for site in sites for other in sites[:2] if site != other]
+    assert mutual.largest(frozenset(sites), pairs, lambda found: (len(found),)) == {*sites[2:]}
+
+
+# --- the end of a run
+
+
+def test_a_site_that_connects_in_the_last_moment_of_a_run_learns_that_it_is_over(tmp_path):
+    certs, schema = certificates(tmp_path / "certs", "b"), random_arena(10, 1).schema
+
+    async def story() -> str:
+        async with asyncio.timeout(30), star(certs, tmp_path, schema) as found:
+            port = found.cohort.port
+            _, slow = await asyncio.open_connection("127.0.0.1", port)
+            slow.write(b"\x16")  # a handshake begins: before, the port closed as nobody had joined yet
+            while not found.cohort._transport.arriving():  # noqa: ASYNC110  # no event tells it
+                await asyncio.sleep(0)
+            over = asyncio.create_task(found.cohort.stop("rounds done"))
+            reason = await link(certs, "b", port, tmp_path).serve(hello(schema), echo_plus(1))
+            slow.close()
+            await over
+            return reason
+
+    assert asyncio.run(story()) == "rounds done"

@@ -112,8 +112,7 @@ class Site:
         """The reply to what this site does not answer, before a byte that the request names is fetched."""
         for arena in fetch_list(request):
             if difference := self._schema.difference(arena.schema):
-                reason = f"the aggregator's model is not this site's: {difference}"
-                return Failure(reason=reason, final=True)
+                return self._refused(f"the aggregator's model is not this site's: {difference}")
         why = self._gate.refusal(request)
         return self._refused(why, self._gate.strangers(request)) if why else None
 

@@ -41,7 +41,7 @@ from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .enough import closing_early
 from .held_out import HeldOut, held_out
-from .mutual import MutualCohort
+from .mutual import Mutual
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ async def survey(config: Config, *, emit: Emit) -> Statistics:
             else statistics.OpenTallies(config, star.cohort, emit)
         )
         return await statistics.collect(
-            config, sums.cohort, tallies, config.run_dir, emit, star.joined.willing
+            config, star.cohort, tallies, config.run_dir, emit, star.joined.willing
         )
 
 
@@ -133,9 +133,9 @@ async def listening(
         audit.state_after_rounds(lambda head: cohort.state_head(head, audit.place_of))
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
-        mutual = MutualCohort(cohort, emit, joined.callers.fingerprints, store.counted)
-        joined.again = mutual.forget
-        answers = joined.answers(early(config, mutual), early(config, openly))
+        answers = joined.answers(early(config, cohort), early(config, openly))
+        if isinstance(answers, secure_rounds.UnderMasks):
+            joined.mutual, cohort.accepted = answers.mutual, answers.mutual.accepted
         own = None
         if training:
             own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
@@ -172,7 +172,7 @@ class JoinedSites:
         self.callers = Callers(credentials(), config.root / config.network.certs)
         self._bounds: dict[SiteId, Bounds] = {}
         self._columns: dict[SiteId, tuple[Column, ...]] = {}  # in the order of joining
-        self.again: Callable[[SiteId], object] = lambda site: None  # is told of each site that joins
+        self.mutual: Mutual | None = None  # under masks, which sites refuse which
         codec = compressed.up_codec(config, schema)
         self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
         self._longest = 0
@@ -227,8 +227,9 @@ class JoinedSites:
             self._columns[site] = hello.columns
         if before is None:
             self._store.join(site, hello.examples)
-        self.again(site)
         serial, printed = self.callers.shown(site)
+        if self.mutual is not None:
+            self.mutual.forget(site, printed)
         self._emit(
             Admitted(site=site, task_digest=hello.task_digest, serial=serial, fingerprint=printed.hex())
         )
@@ -241,6 +242,8 @@ class JoinedSites:
     def _admit(self, site: SiteId, request: Request, reply: Reply) -> None:
         """BadUpdate for a reply whose header alone shows that it can't be used."""
         masks = self._config.secagg.enabled
+        if self.mutual is not None:
+            self.mutual.hear(site, request, reply)
         if isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
             statistics.admit(request, reply)
         elif masks:

@@ -36,7 +36,7 @@ from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
-from .mutual import MutualCohort, Strangers
+from .mutual import EndsEarly, Mutual, Strangers
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
@@ -156,10 +156,7 @@ class UnderMasks:
         check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
-        inner = waiting_for_all(cohort)
-        if not isinstance(inner, MutualCohort):  # of a simulation, whose sites refuse nobody
-            inner = MutualCohort(inner, emit, callers.fingerprints, dict.fromkeys)
-        self._mutual = inner
+        self.mutual = Mutual(cohort, emit, store)
         self._look = SumCheck(config, emit, extras)
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
@@ -276,7 +273,7 @@ class UnderMasks:
                 terms = msgspec.structs.replace(terms, quorum=len(sites))
             try:
                 masked = await masked_sum(
-                    Patient(waiting_for_all(self.cohort) if again else self.cohort),
+                    Patient(waiting_for_all(self.cohort) if again else EndsEarly(self.cohort, self.mutual)),
                     terms,
                     model,
                     requests(terms),
@@ -293,7 +290,7 @@ class UnderMasks:
                     raise
             except Unfinished as e:
                 self._tell_dropped(plan.round + training, e.dropped)
-                sites = [site for site in cohort if site not in self._mutual.declined]
+                sites = [site for site in cohort if site not in self.mutual.declined]
                 if again or whole or not self._policy.min_sites <= len(sites) < len(cohort):
                     raise
             else:
@@ -313,11 +310,10 @@ class UnderMasks:
     async def _accepted(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
         """Those of the sites that accept each other. Where they are too few for a sum, and all sites that are
         here are, waits until people have pinned enough of them."""
-        found = self._mutual.accepted(sites)
-        if len(found) < self._policy.min_sites <= len(sites):
+        self.mutual.declined.difference_update(sites)
+        if len(self.mutual.accepted(sites)) < self._policy.min_sites <= len(sites):
             await self.cohort.members(self._policy.min_sites)
-            found = self._mutual.accepted(sites)
-        return found
+        return sorted(self.mutual.accepted(sites))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others
@@ -344,7 +340,6 @@ class UnderMasks:
 
     def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:
         number = plan.round + 1 if training else plan.round
-        self._mutual.summed(found.sites)
         if training:
             for site in found.sites:
                 self._emit(UpdateReceived(round=number, site=site, nbytes=found.vector.nbytes))
