@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
+import re
+import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,18 @@ from typing import Any
 
 import pytest
 
+from fedtrain.arena import ArenaFile
 from fedtrain.config import Config, keep_policy, policy_from
+from fedtrain.messages import NewestModel
 from fedtrain.pki import issue, revocation
+from fedtrain.runtime.auditing import root_of, verify
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.approval import key_in
-from fedtrain.runtime.star import aggregator, mutual
+from fedtrain.runtime.star import aggregator, mutual, restored
+from fedtrain.runtime.star.secure_terms import hash_of
+from fedtrain.store import Checkpoint, RunStore
+from fedtrain.transport.memory import LocalCohort
 from tests.allowed import allowed
 from tests.federation import aggregator as star
 from tests.federation import certificates, echo_plus, hello, link, random_arena
@@ -255,6 +265,92 @@ def test_of_two_hundred_sites_that_refuse_two_of_them_the_others_stay():
     sites = [f"s{i:03}" for i in range(200)]
     pairs = [(site, other) for site in sites for other in sites[:2] if site != other]
     assert mutual.largest(frozenset(sites), pairs, lambda found: (len(found),)) == {*sites[2:]}
+
+
+# --- D2: an aggregator that is restored from a copy
+
+
+def copied(source: Path, to: Path) -> None:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(source, to)
+
+
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
+def test_d2_an_aggregator_restored_from_an_older_copy_goes_on_with_the_sites_newest_model(
+    world, tmp_path, masks
+):
+    sections = {} if masks else {"secagg": {"enabled": False}}
+    run = world(*FIVE, strategy={"min_sites": 5}, **sections)
+    runs, copy, told = run.config.root / "runs", tmp_path / "copy", run["aggregator"]
+    rounds = lambda: [e["round"] for e in told.of("round_committed")]
+
+    async def story() -> None:
+        run.start("aggregator", *FIVE)
+        await told.committed(2)
+        await run.end("aggregator")
+        for part in ("r", "audit"):
+            copied(runs / part, copy / part)
+        run.start("aggregator")
+        await told.committed(4)
+        await run.end("aggregator")
+        before.append(rounds()[-1])
+        for part in ("r", "audit/aggregator.jsonl", "audit/aggregator.head"):
+            if (copy / part).is_dir():
+                copied(copy / part, runs / part)
+            else:
+                shutil.copy(copy / part, runs / part)
+        told.clear()
+        run.start("aggregator")
+        await told.committed(3)
+
+    before: list[int] = []
+    run.go(story)
+    (said,) = told.notices("this run directory ended with round")
+    assert "whose model 5 sites hold" in said
+    assert not told.of("round_failed")
+    assert rounds()[0] >= before[0] - 1, "no round that a site has done is trained again"
+    assert rounds() == list(range(rounds()[0], rounds()[0] + len(rounds())))
+    assert all(e["metrics"] for e in told.of("evaluated"))
+
+    log, root = runs / "audit/aggregator.jsonl", root_of(run.config)
+    wrong = verify(log, root, [runs / "audit/a.jsonl"]).problems
+    assert "fedtrain audit verify --restored" in wrong[-1], wrong
+    line = int(re.search(r"--restored (\d+)", wrong[-1])[1])
+    restored = verify(log, root, [runs / "audit/a.jsonl"], line)
+    assert not restored.problems
+    assert restored.lost
+    assert verify(log, root, [runs / "audit/a.jsonl"], line + 1).problems, "more is missing than was said"
+
+
+def test_d2_a_model_that_few_sites_claim_is_not_taken_from_them(tmp_path):
+    """Two of five, at most, may lie: the run goes on from its own round."""
+    schema = random_arena(10, 1).schema
+    own, forged = random_arena(10, 1), random_arena(10, 2)
+    config = Config.of({"run": {"name": "r"}, "strategy": {"min_sites": 3}}, tmp_path)
+    with contextlib.closing(RunStore(config.run_dir)) as store:
+        store.begin(schema, config.agreed(), task_digest="t")
+        for site in FIVE:
+            store.join(site, None)
+        for number in (0, 1):
+            store.commit(Checkpoint(number, own), {})
+        told = Log()
+        journal = Journal(config, store, told)
+        path = tmp_path / forged.digest
+        path.write_bytes(forged.payload)
+        file = ArenaFile(schema, path, forged.digest)
+        lies = NewestModel(round=9, model=hash_of(forged).hex(), weights=file)
+        wrong = NewestModel(round=9, model="ab" * 32, weights=file)
+
+        def found(many: int, lie: NewestModel) -> int:
+            sites = {site: lambda _: NewestModel() for site in FIVE}
+            sites |= {site: lambda _, lie=lie: lie for site in FIVE[:many]}
+            before = store.latest()
+            return asyncio.run(restored.caught_up(journal, LocalCohort(sites), before, None)).round
+
+        assert found(2, lies) == 1
+        assert found(5, wrong) == 1, "whose bytes have another SHA-256"
+        assert found(3, lies) == 9
 
 
 # --- the end of a run

@@ -21,7 +21,17 @@ from ...digest import sha256_of
 from ...errors import ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
-from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
+from ...messages import (
+    Evaluate,
+    Failure,
+    Found,
+    NewestModel,
+    Recall,
+    Reply,
+    Request,
+    SiteId,
+    Train,
+)
 from ...pki import aggregator_target
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
@@ -54,7 +64,7 @@ from .start import checked_policy, credentials_of, folder_of
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
-REQUESTS = Train | Evaluate | Describe | Tally  # in the open
+REQUESTS = Train | Evaluate | Describe | Tally | Recall  # in the open
 MODELS = 4  # in the inbox at most, beside patches: in training, coming, the base of a patch, a spare one
 
 
@@ -146,9 +156,25 @@ class Site:
                 return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
+            case Recall(), _:
+                return await self._recalled(request)
             case Describe() | Tally(), _ if self._statistics is not None:
                 return await self._statistics.answer(request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
+
+    async def _recalled(self, request: Recall) -> NewestModel:
+        """The newest model that this site was asked about, as it lies here."""
+        newest, inbox = self._ledger.newest(), self._ledger.inbox
+        if (
+            newest is None
+            or newest.round < request.round
+            or not inbox.has(newest.weights, self._schema.nbytes)
+        ):
+            return NewestModel()
+        weights = ArenaFile(self._schema, inbox.file(newest.weights), newest.weights)
+        model = await asyncio.to_thread(hash_of, weights, all_cores(), await self._bound())
+        sent = weights if request.whole else None
+        return NewestModel(round=newest.round, model=model.hex(), sums=self._ledger.sums(), weights=sent)
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, if it may leave."""
@@ -196,10 +222,8 @@ class Site:
     async def _work(self, key: str, request: Train | Evaluate) -> Found:
         weights = request.weights
         assert isinstance(weights, ArenaFile)
-        if self._personal:
-            self._ledger.keep_newest(
-                Newest(request.round, weights.digest, self._frozen.digest, request.counted)
-            )
+        newest = Newest(request.round, weights.digest, self._frozen.digest, request.counted)
+        self._ledger.keep_newest(newest)
         self._ledger.inbox.keep_only([weights.digest, self._frozen.digest])
         try:
             if self._fetched is not None and not self._given:
@@ -290,7 +314,7 @@ async def run(
             address=address,
             target=target,
             inbox=ledger.inbox,
-            requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
+            requests=SECURE_REQUESTS | Recall if config.secagg.enabled else REQUESTS,
             trust=check,
             emit=emit,
             session_s=policy.session,
@@ -340,7 +364,7 @@ async def run(
         finally:
             watching.cancel()
             await site.close()
-        if (ledger.folder / NEWEST).exists():
+        if about.personal and (ledger.folder / NEWEST).exists():
             emit(Notice(text=f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"))
         journal.end(None, reason)
         return reason

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...config import Config
@@ -13,7 +14,7 @@ from ...events import Admitted, Emit, Notice, noticed
 from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
-from ...messages import Found, Metrics, Reply, Request, SiteId
+from ...messages import Found, Metrics, NewestModel, Recall, Reply, Request, SiteId
 from ...pki import renewal
 from ...pki.callers import Callers
 from ...pki.identity import Current
@@ -42,6 +43,8 @@ from .combinations import check_strategy
 from .enough import closing_early
 from .held_out import HeldOut, held_out
 from .mutual import Mutual
+from .restored import admit as admit_newest
+from .restored import caught_up
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ async def serve(
                 result = await federated.run(
                     star.journal, star.answers, star.strategy,
                     evaluate_at=evaluators, shown=shown, at_server=at_server,
+                    catch_up=partial(caught_up, star.journal, star.cohort),
                 )  # fmt: skip
         star.journal.finish(result)
         lineage.sign(config, result.run_dir / "model")
@@ -182,7 +186,7 @@ class JoinedSites:
     def cohort(self, witness: Callable[[SiteId, AuditHead], None]) -> RemoteCohort:
         """The sites as they are asked over the network; `witness` is told how their audit logs stand."""
         config = self._config
-        replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described
+        replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described | NewestModel
         return RemoteCohort(
             TRANSPORTS["grpc"](lambda: Tls(*self._credentials.parts()), config.network.heartbeat),
             listen=config.network.listen,
@@ -244,7 +248,9 @@ class JoinedSites:
         masks = self._config.secagg.enabled
         if self.mutual is not None:
             self.mutual.hear(site, request, reply)
-        if isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
+        if isinstance(request, Recall):
+            admit_newest(reply, self._schema)
+        elif isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
             statistics.admit(request, reply)
         elif masks:
             secure_rounds.admit(request, reply, self._longest)
