@@ -30,13 +30,12 @@ from ...secagg.masking import Parallel, serial
 from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
-from ...transport.patient import Patient
 from .answers import NOBODY, Counted, SumCheck, check_failures, rule_of
 from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
-from .mutual import EndsEarly, Mutual, Strangers
+from .mutual import Mutual, Strangers, SumExchanges
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
@@ -264,7 +263,9 @@ class UnderMasks:
         """
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
         while True:
-            cohort = await self._cohort(sites if again or whole else await self._accepted(sites))
+            cohort = await self._cohort(
+                sites if again or whole else await self.mutual.of(sites, self._policy.min_sites)
+            )
             encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
             terms = self._terms(plan, cohort, encoding)
             if whole and len(cohort) < len(sites):
@@ -273,16 +274,10 @@ class UnderMasks:
                 terms = msgspec.structs.replace(terms, quorum=len(sites))
             try:
                 masked = await masked_sum(
-                    Patient(waiting_for_all(self.cohort) if again else EndsEarly(self.cohort, self.mutual)),
-                    terms,
-                    model,
-                    requests(terms),
-                    self._verifier.verify,
-                    deadline_s=deadline_s,
-                    step_deadline_s=deadline_s,
-                    in_thread=asyncio.to_thread,
-                    parallel=self._parallel,
-                )
+                    SumExchanges(waiting_for_all(self.cohort) if again else self.cohort, self.mutual),
+                    terms, model, requests(terms), self._verifier.verify, deadline_s=deadline_s,
+                    step_deadline_s=deadline_s, in_thread=asyncio.to_thread, parallel=self._parallel,
+                )  # fmt: skip
                 settle(plan, masked.sites)
                 found = await masked.unmask()
             except Strangers:
@@ -306,14 +301,6 @@ class UnderMasks:
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
-
-    async def _accepted(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
-        """Those of the sites that accept each other. Where they are too few for a sum, and all sites that are
-        here are, waits until people have pinned enough of them."""
-        self.mutual.declined.difference_update(sites)
-        if len(self.mutual.accepted(sites)) < self._policy.min_sites <= len(sites):
-            await self.cohort.members(self._policy.min_sites)
-        return sorted(self.mutual.accepted(sites))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others
