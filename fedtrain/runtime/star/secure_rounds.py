@@ -41,6 +41,7 @@ from .secure_terms import check_config, check_metric, encoding_of, hash_of, leas
 if TYPE_CHECKING:
     import torch
 
+PAUSE_S = 0.25  # before another attempt at an evaluation; twice as long before each further one
 REPLIES = msg.Keys | msg.Shares | msg.Masked | msg.Agreed | msg.Unmasked | Failure
 
 
@@ -198,6 +199,7 @@ class UnderMasks:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             if attempt:  # some may be gone
+                await asyncio.sleep(min(PAUSE_S * 2**attempt, self._config.network.idle))
                 await self.cohort.members(self._config.strategy.min_sites)
             settled = self._evaluation.of(number)
             plan = RoundPlan(number, attempt, list(settled[-1] if settled else sites))
@@ -250,8 +252,7 @@ class UnderMasks:
         again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One sum, and the sites in it. Where sites refuse by rules of their own, and too few are left for
-        the sum, it is had of those that accept each other and refuse nothing.
+        """One sum, and the sites in it: of those that accept each other, and refuse nothing by own rules.
 
         Args:
             schema: Of the updates that are summed; None: metrics are.
@@ -263,9 +264,8 @@ class UnderMasks:
         """
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
         while True:
-            cohort = await self._cohort(
-                sites if again or whole else await self.mutual.of(sites, self._policy.min_sites)
-            )
+            asked = sites if again or whole else await self.mutual.of(sites, self._policy.min_sites)
+            cohort = await self._cohort(asked)
             encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
             terms = self._terms(plan, cohort, encoding)
             if whole and len(cohort) < len(sites):
