@@ -28,6 +28,7 @@ from .disk import (
     explained,
     lock,
     private_folder,
+    read_sealed,
     refuse_network_disk,
     sealed,
     set_aside,
@@ -121,6 +122,14 @@ class Ledger:
     def keep_newest(self, newest: Newest) -> None:
         """Say what the model in the inbox is."""
         write_whole(self.folder / NEWEST, sealed(newest), durable=False)
+
+    def newest(self) -> Newest | None:
+        """What was given to `keep_newest` last; None where that is gone or damaged: the next one is kept."""
+        path = self.folder / NEWEST
+        try:
+            return read_sealed(path, Newest) if path.exists() else None
+        except Damaged:
+            return None
 
     def sums(self) -> dict[str, tuple[Sum, ...]]:
         """kind -> the newest sums, the last one first, as given to `keep_sum`."""

@@ -30,17 +30,18 @@ from ...secagg.masking import Parallel, serial
 from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
-from ...transport.patient import Patient
 from .answers import NOBODY, Counted, SumCheck, check_failures, rule_of
 from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
+from .mutual import Mutual, Strangers, SumExchanges
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
     import torch
 
+PAUSE_S = 0.25  # before another attempt at an evaluation; twice as long before each further one
 REPLIES = msg.Keys | msg.Shares | msg.Masked | msg.Agreed | msg.Unmasked | Failure
 
 
@@ -155,6 +156,7 @@ class UnderMasks:
         check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
+        self.mutual = Mutual(cohort, emit, store)
         self._look = SumCheck(config, emit, extras)
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
@@ -198,6 +200,7 @@ class UnderMasks:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             if attempt:  # some may be gone
+                await asyncio.sleep(min(PAUSE_S * 2**attempt, self._config.network.idle))
                 await self.cohort.members(self._config.strategy.min_sites)
             settled = self._evaluation.of(number)
             plan = RoundPlan(number, attempt, list(settled[-1] if settled else sites))
@@ -250,7 +253,7 @@ class UnderMasks:
         again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One sum, and the sites in it.
+        """One sum, and the sites in it: of those that accept each other, and refuse nothing by own rules.
 
         Args:
             schema: Of the updates that are summed; None: metrics are.
@@ -260,31 +263,34 @@ class UnderMasks:
             again: These very sites were in such a sum before: each is waited for until the deadline.
             whole: No site may drop out.
         """
-        cohort = await self._cohort(sites)
-        encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
-        terms = self._terms(plan, cohort, encoding)
-        if whole and len(cohort) < len(sites):
-            raise TooFewSites("secure sum", len(cohort), len(sites))
-        if whole:
-            terms = msgspec.structs.replace(terms, quorum=len(sites))
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
-        try:
-            masked = await masked_sum(
-                Patient(waiting_for_all(self.cohort) if again else self.cohort),
-                terms,
-                model,
-                requests(terms),
-                self._verifier.verify,
-                deadline_s=deadline_s,
-                step_deadline_s=deadline_s,
-                in_thread=asyncio.to_thread,
-                parallel=self._parallel,
-            )
-            settle(plan, masked.sites)
-            found = await masked.unmask()
-        except Unfinished as e:
-            self._tell_dropped(plan.round + training, e.dropped)
-            raise
+        while True:
+            asked = sites if again or whole else await self.mutual.of(sites, self._policy.min_sites)
+            cohort = await self._cohort(asked)
+            encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
+            terms = self._terms(plan, cohort, encoding)
+            if whole and len(cohort) < len(sites):
+                raise TooFewSites("secure sum", len(cohort), len(sites))
+            if whole:
+                terms = msgspec.structs.replace(terms, quorum=len(sites))
+            try:
+                masked = await masked_sum(
+                    SumExchanges(waiting_for_all(self.cohort) if again else self.cohort, self.mutual),
+                    terms, model, requests(terms), self._verifier.verify, deadline_s=deadline_s,
+                    step_deadline_s=deadline_s, in_thread=asyncio.to_thread, parallel=self._parallel,
+                )  # fmt: skip
+                settle(plan, masked.sites)
+                found = await masked.unmask()
+            except Strangers:
+                if again or whole:
+                    raise
+            except Unfinished as e:
+                self._tell_dropped(plan.round + training, e.dropped)
+                sites = [site for site in cohort if site not in self.mutual.declined]
+                if again or whole or not self._policy.min_sites <= len(sites) < len(cohort):
+                    raise
+            else:
+                break
         self._tell(plan, found, training=training)
         if terms.verify and self._store is not None:  # a simulation has no sites to be shown anything
             self._shown = msg.shown(terms.sid(model), found.vector)
