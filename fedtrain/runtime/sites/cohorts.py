@@ -51,7 +51,7 @@ REMEDY = (
 )
 
 
-class Opened(msgspec.Struct, frozen=True):
+class Opened(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of the guard's file: a sum that was opened."""
 
     kind: str  # of the request that began it; "": none, the line only brings the key
@@ -62,7 +62,7 @@ class Opened(msgspec.Struct, frozen=True):
     weights: bytes = b""  # sketch of the model; b"": there is none
     update: bytes = b""  # likewise, of this site's update
     key: bytes = b""  # of all sketches
-    schema: bytes = b""  # digest of the model's; b"": no model, or a line of an earlier version
+    schema: bytes = b""  # how its digest begins; b"": no model, or a line of an earlier version
     clip: float = 0.0  # the update has the site's noise, without which its norm is at most this; 0: no noise
 
 
@@ -146,7 +146,7 @@ class Cohorts:
         if model is not None:  # the one that a round trains from was evaluated before
             if self._sketched[0] != asked.model:
                 self._sketched = asked.model, sketch(key, model, model.schema.sections)
-            weights, schema = self._sketched[1], bytes.fromhex(model.schema.model.digest)
+            weights, schema = self._sketched[1], bytes.fromhex(model.schema.model.digest)[:8]
         moved = b"" if update is None else sketch(key, update, update.schema.model.sections)
         asked = msgspec.structs.replace(asked, weights=weights, update=moved, schema=schema)
         return Watched(self, asked)
@@ -174,8 +174,8 @@ class Cohorts:
         self._warn(
             f"round {asked.round + 1} is summed over {len(asked.sites)} sites, and the sum before it was "
             f"over {len(before)}. The difference of both tells the aggregator about {changed} alone, as far "
-            f"as the other sites trained alike. For sums over all sites from the first round on, run fedtrain "
-            f"policy set min_cohort=N, or have strategy.min_sites be their number at the aggregator"
+            f"as the other sites trained alike. For sums over all sites from the first round on, run "
+            f"fedtrain policy set min_cohort=N, or set strategy.min_sites to their number at the aggregator"
         )
 
     def _near(self, a: Opened, b: Opened) -> bool:
