@@ -38,8 +38,8 @@ from ...schema import Section
 from ...secagg.fixedpoint import numbers
 from ...secagg.masking import KEY_BYTES, TAG_BYTES, keystream
 from ...store.chain import Chain
-from ...store.disk import Warn, silent
-from .records import check_length, note_length
+from ...store.disk import Warn, sealed, silent, write_whole
+from .records import check_length
 
 FILE = "cohorts.jsonl"
 MARK = "opened"  # in the folder of a run whose sums are in the guard's file
@@ -161,7 +161,7 @@ class Cohorts:
                 self._notify(asked)
                 self._chain.append(asked)
             if self._run is not None:
-                note_length(len(self._opened), self._run, MARK)
+                write_whole(self._run / MARK, sealed(len(self._opened)), durable=False)
 
     def _notify(self, asked: Opened) -> None:
         """Warn, once in a process, of two sums in a row whose cohorts differ by fewer than `change` sites."""

@@ -24,10 +24,8 @@ from ...store.disk import (
     Warn,
     private_folder,
     read_sealed,
-    sealed,
     set_aside,
     sync_folder,
-    write_whole,
 )
 
 NOTE = "records"
@@ -86,11 +84,6 @@ def _first(here: Path, note: Path, emit: Emit) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return here
-
-
-def note_length(lines: int, run: Path, mark: str) -> None:
-    """Remember, in the folder of a run, how many lines a file of the records has."""
-    write_whole(run / mark, sealed(lines), durable=False)
 
 
 def check_length(file: Path, lines: int, run: Path, mark: str, remedy: str, warn: Warn) -> None:

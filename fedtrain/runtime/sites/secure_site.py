@@ -76,7 +76,7 @@ class SecureSite:
         self._extras = extras
         self._noise_key, self._checked = noise_key, checked
         self._has_checked: bool | None = None  # the model that it is asked about
-        self._cohorts = None
+        self._cohorts, self._clip = None, clip_before_noise(config)
         if sums is not None:
             records = sums.records or sums.folder.parent / f"@{site}"
             self._cohorts = Cohorts(records, rules, sums.warn, sums.folder)
@@ -162,8 +162,8 @@ class SecureSite:
             about = f"{model.hex()}/{result.delta.digest}/{noise.std!r}/{encoding.point}"
             own = Noised(own, noise, partial(self._noise_key, request.round, about), self._parallel)
         if self._cohorts is not None:
-            kind, clip = type(request).__name__, clip_before_noise(self._config)
-            asked = Opened(kind, self._policy.run, request.round, model, clip=clip)
+            kind = type(request).__name__
+            asked = Opened(kind, self._policy.run, request.round, model, clip=self._clip)
             weights = None if isinstance(request, msg.AdvertiseTally) else request.weights
             update = result.delta if isinstance(result, Update) else None
             self._client.guard = self._cohorts.session(asked, weights, update)

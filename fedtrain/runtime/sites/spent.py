@@ -30,10 +30,10 @@ from ...keystream import KEY_BYTES
 from ...messages import Reply, Request, SiteId, Train, Update
 from ...privacy import Release, epsilon
 from ...store.chain import Chain
-from ...store.disk import COPY, Kept
+from ...store.disk import COPY, Kept, sealed, write_whole
 from ...store.memory import NEVER
 from .privacy import release_of
-from .records import check_length, note_length
+from .records import check_length
 
 FILE = "releases.jsonl"
 MARK = "released"  # in the folder of a run whose releases are in the site's ledger
@@ -146,7 +146,7 @@ class Spent:
             given = Given(round, privacy.unit, release, told, name, "" if run is None else run.name)
             self._chain.append(given)
             if run is not None:
-                note_length(self.releases, run, MARK)
+                write_whole(run / MARK, sealed(self.releases), durable=False)
             spent = PrivacySpent(
                 site=who, round=round + 1, releases=self.releases, epsilon=self._price(told), delta=told,
                 unit="example" if any(each.unit == "example" for each in self._chain.values) else "site",
