@@ -43,6 +43,16 @@ def _cipher() -> Any:
     return Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12)))
 
 
+@cache
+def package_digest() -> str:
+    """SHA-256 in hex of the names and bytes of this package's Python files, worked out once a process: the
+    same for a wheel and for the sources that it was built from."""
+    root, whole = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        whole.update(f"{path.relative_to(root).as_posix()} {sha256_of(path)}\n".encode())
+    return whole.hexdigest()
+
+
 class PiecewiseDigest:
     """A Digest of bytes that threads write piece by piece, taken of those that are there already."""
 

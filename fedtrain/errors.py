@@ -2,6 +2,7 @@
 
 FedtrainError
   ConfigError        the user's files, flags or task; the message says what to change
+    NotApproved      the site's people have not approved the task as it is
   StoreError         the run's directory is on a network disk, or in use, or its disk is full
     Damaged          a file of the run's directory does not hold the bytes that were written to it
     Unreadable       the disk, or this process, can't read or write just now; what is there is not to blame
@@ -82,6 +83,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 class ConfigError(FedtrainError):
     """The user's configuration, flags or task file; the message says what to change."""
+
+
+class NotApproved(ConfigError):
+    """The site's people have not approved the task as it is now."""
 
 
 class StoreError(FedtrainError):

@@ -56,6 +56,8 @@ class SiteJoined(Event, frozen=True, kw_only=True, tag="site_joined"):
     """A site connected and agreed on task, model and config."""
 
     site: SiteId
+    version: str = ""  # of the other end's fedtrain
+    package: str = ""  # SHA-256 of the other end's fedtrain, digest.package_digest
 
 
 class SiteLost(Event, frozen=True, kw_only=True, tag="site_lost"):
@@ -79,6 +81,8 @@ class Admitted(Event, frozen=True, kw_only=True, tag="admitted"):
     task_digest: str
     serial: str = ""
     fingerprint: str = ""  # SHA-256 of the certificate, in hex
+    version: str = ""  # of the other end's fedtrain
+    package: str = ""  # SHA-256 of the other end's fedtrain, digest.package_digest
 
 
 class ActionApproved(Event, frozen=True, kw_only=True, tag="approved"):

@@ -12,8 +12,10 @@ from typing import Any
 import grpc
 import torch
 
+from fedtrain import __version__
 from fedtrain.arena import Arena
 from fedtrain.config import LimitsConfig
+from fedtrain.digest import package_digest
 from fedtrain.events import Emit, Event, silent
 from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
@@ -153,7 +155,14 @@ async def raw_channel(
 
 def hello(schema: Schema, **fields: Any) -> Hello:
     return Hello(
-        **{"protocol": PROTOCOL, "version": "test", "task_digest": "t", "schema": schema, "agreed": {}}
+        **{
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "package": package_digest(),
+            "task_digest": "t",
+            "schema": schema,
+            "agreed": {},
+        }
         | fields
     )
 

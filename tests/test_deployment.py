@@ -193,12 +193,13 @@ def test_compose_runs_an_aggregator_and_three_sites_with_our_commands():
         assert service["cap_drop"] == ["ALL"]
 
 
-def test_each_container_sees_its_own_certificate_only_and_the_aggregator_no_data():
+def test_each_container_sees_its_own_key_only_and_writes_beside_it_and_its_runs_alone():
     for name, service in compose()["services"].items():
         mounts = service["volumes"]
         own = "aggregator" if name == "aggregator" else f"sites/{name}"
-        assert [m.rpartition(":/certs/")[2] for m in mounts if "CERTS" in m] == [f"{own}:ro"]
-        assert all(m.endswith(":ro") or m == f"{name}:/var/lib/fedtrain" for m in mounts)
+        assert [m.rpartition(":/certs/")[2] for m in mounts if "CERTS" in m] == [own]
+        kept = {f"{name}:/var/lib/fedtrain", f"{name}-certs:/certs"}
+        assert all(m.endswith(f":/certs/{own}") for m in mounts if not m.endswith(":ro") and m not in kept)
         assert any("/project/data" in m for m in mounts) == (name != "aggregator")
 
 
@@ -216,6 +217,7 @@ def test_a_unit_starts_our_command_as_an_ordinary_user_and_comes_back(path):
     assert service["Restart"][0] in ("always", "on-failure")
     assert service["NoNewPrivileges"] == service["PrivateTmp"] == ["yes"]
     assert service["ProtectSystem"] == ["strict"]
+    assert service["ReadWritePaths"] == ["/etc/fedtrain/certs"]
 
 
 @pytest.mark.parametrize(

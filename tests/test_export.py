@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
@@ -114,6 +115,17 @@ def test_the_same_round_gives_the_same_bytes(run_dir, tmp_path):
         export(run_dir, tmp_path / out)
     for name in ("model.safetensors", "model.json", "MODEL_CARD.md"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_e3_all_files_of_an_export_can_be_read_by_the_same_people(run_dir, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        export(run_dir, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
 
 
 def test_an_export_replaces_the_one_before_and_leaves_nothing_else(run_dir, tmp_path):

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
+from ..errors import (
+    FedtrainError,
+    JoinRefused,
+    NotApproved,
+    TaskError,
+    not_installed,
+    out_of_memory,
+    story_of,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -28,6 +36,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
+GOES_ON = {  # commands without rounds, and how each goes on after it was ended
+    "join": "The key stays here. The same command goes on, with the same words.",
+    "certs invite": "`fedtrain certs invite` without names waits for the same sites; their codes stay good.",
+}
+REJECTED = 4  # the exit code of a site that may not take part until people act, there or here
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -63,14 +76,20 @@ class Command(click.Command):
                 click.echo(story_of(e), nl=False, err=True)
             if not told_by_torchrun(line_of(e)):
                 click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
-            ctx.exit(1)
+            ctx.exit(REJECTED if isinstance(e, JoinRefused | NotApproved) else 1)
         except KeyboardInterrupt:
-            click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
+            click.echo(f"Interrupted. {goes_on(ctx)}", err=True)
             ctx.exit(130)
         except Stopped as stopped:
             with suppress(OSError):  # the terminal may be gone
-                click.echo("Stopped. The same command goes on from the last committed round.", err=True)
+                click.echo(f"Stopped. {goes_on(ctx)}", err=True)
             ctx.exit(cast(int, stopped.code))
+
+
+def goes_on(ctx: click.Context) -> str:
+    """What is true of a command that was ended."""
+    name = ctx.command_path.partition(" ")[2]
+    return GOES_ON.get(name, "The same command goes on from the last committed round.")
 
 
 def told_by_torchrun(line: str) -> bool:

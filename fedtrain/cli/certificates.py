@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import FedtrainError
+from ..errors import ConfigError, FedtrainError
 from .arguments import Command, Commands, drive, with_config
 from .output import short
 
@@ -115,7 +115,8 @@ def certs_invite(
 
 def _agreed(name: str, spoken: str) -> bool | None:
     try:
-        return click.confirm(f"Does {name} read out the same words, {spoken}?")
+        what = "words" if " " in spoken else "SHA-256 of its public key"
+        return click.confirm(f"Does {name} read out the same {what}, {spoken}?")
     except click.Abort:  # nobody is there to be asked
         return None
 
@@ -134,15 +135,22 @@ def _next_port(address: str) -> str:
 @click.option("--yes", is_flag=True, help="Sign without asking for the words.")
 def certs_sign(config: Config, requests: tuple[Path, ...], days: float, yes: bool) -> None:
     """Sign requests (NAME.csr, in PEM) where the issuing key is; the site's key never leaves it."""
-    from ..pki.authority import requested_key
-    from ..pki.enrolment import root_digest, words
+    from ..pki.enrolment import root_digest, spoken_of
 
     certs_dir = config.root / config.network.certs
     root = root_digest((certs_dir / "ca" / "root.pem").read_bytes())
+    unsigned = []
     for path in requests:
         request = path.read_bytes()
-        if yes or _agreed(path.stem, words(root, path.stem, requested_key(request))):
+        if yes or _agreed(path.stem, spoken_of(root, path.stem, request)):
             _issue(certs_dir, path.stem, days=days, request=request)
+        else:
+            unsigned.append(short(path))
+    if unsigned:
+        raise ConfigError(
+            f"not signed: {', '.join(unsigned)}. Run this in a terminal, and answer y where the site reads "
+            f"out the same; or give --yes."
+        )
 
 
 @click.command(cls=Command)
@@ -202,8 +210,15 @@ def certs_revoke(config: Config, names: tuple[str, ...], days: float, ca: Path |
 
 def _issue(certs_dir: Path, name: str, *, days: float, request: bytes | None = None) -> None:
     from .. import pki
+    from ..pki.revocation import check_not_revoked
 
     role = "aggregator" if name == "aggregator" else "site"
+    if request is None:
+        place = name if role == "aggregator" else f"sites/{name}"
+        check_not_revoked(certs_dir, certs_dir / place)
     folder = pki.issue(certs_dir, role, name, days=days, csr=request)
-    what = "holds the certificate" if request else "holds key and certificate"
-    click.echo(f"{short(folder)} {what} of {name}")
+    if (folder / "key.pem").exists():
+        click.echo(f"{short(folder)} holds key and certificate of {name}")
+    else:
+        where = f"; copy it to {name}, whose key stays there"
+        click.echo(f"{short(folder / 'cert.pem')} is the certificate of {name}{where}")

@@ -116,9 +116,9 @@ def issue(
 ) -> Path:
     """Make or renew the folder of the aggregator or of one site; returns its path. `days`: the lifetime.
 
-    Renewing keeps the key, so that a process that reads the folder meanwhile never sees a key and a
-    certificate that do not match; delete key.pem first to make a new key. With `csr` (a signing request in
-    PEM) the private key stays with the requester: only the public key is taken from the request.
+    Renewing keeps the key, also where the folder has cert.pem alone because the key lies at the site. With
+    `csr` (a signing request in PEM) the private key stays with the requester: only the public key is taken
+    from the request. ConfigError where a second key for one name would come about.
     """
     certs_dir, now = Path(certs_dir), now or datetime.now(UTC)
     if days <= 0:
@@ -134,8 +134,10 @@ def issue(
             f"issuing.key.pem away and run fedtrain certs init: it makes a new one under the same root."
         )
     folder = certs_dir / "aggregator" if role == "aggregator" else certs_dir / "sites" / name
-    key = own_key(folder) if csr is None else None
-    public = key.public_key() if key else requested_key(csr or b"")
+    key, public = None, requested_key(csr) if csr is not None else _key_elsewhere(certs_dir, folder, dns)
+    if public is None:
+        key = own_key(folder)
+        public = key.public_key()
     if (folder / "key.pem").exists() and _load_key(folder / "key.pem").public_key() != public:
         raise ConfigError(f"csr: {folder / 'key.pem'} is another key than the request's; delete it first")
     certificate = sign(
@@ -149,6 +151,29 @@ def issue(
     )
     _enter(certs_dir, name if role == "site" else "aggregator", certificate)
     return save(folder, certificate, authority, key)
+
+
+def _key_elsewhere(certs_dir: Path, folder: Path, dns: str) -> PublicKey | None:
+    """The public key of a site whose private key is not in the folder, from its certificate there; None where
+    this authority makes the key itself, or has it."""
+    request = certs_dir / "requests" / f"{folder.name}.csr"
+    if (folder / "key.pem").exists() or not ((folder / "cert.pem").exists() or request.exists()):
+        return None
+    if not (folder / "cert.pem").exists():
+        raise ConfigError(
+            f"{folder.name} made its key itself and sent {request}. `fedtrain certs sign {request}` makes a "
+            f"certificate for that key; where the key is lost, `fedtrain certs invite {folder.name}`."
+        )
+    chain = (folder / "cert.pem").read_bytes()
+    leaf, identity = certificates(chain, folder / "cert.pem")[0], identity_of(chain)
+    known = any(serial == identity.serial for serial, _, _ in issued(certs_dir))
+    public = leaf.public_key()
+    if str(identity) != dns or not known or not isinstance(public, PublicKey):
+        raise ConfigError(
+            f"{folder / 'cert.pem'} is not a certificate that this authority gave to {dns} (ca/issued has "
+            f"none with the serial {identity.serial}). Remove the file."
+        )
+    return public
 
 
 def reissue(certs_dir: Path, authority: Authority, chain: bytes, now: datetime, until: datetime) -> bytes:

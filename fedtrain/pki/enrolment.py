@@ -7,15 +7,25 @@ Host and guest make a key from the code's secret (128 bits), and both use that k
 TLS connection. So nobody without the code gets through the handshake, and nothing is told to him. The code
 also carries the fingerprint of the federation's root, so that nobody with the code can hand the site another.
 
-A thief of the code can ask in the site's name. Therefore both ends show words, which are made of the root,
-the name and the key that is to be signed: whoever signs hears from the site, on the telephone, what its own
-screen shows. A thief has another key, so other words; a key with the same three words takes 2^47 tries.
+A thief of the code can ask in the site's name. Therefore both ends show three words (48 bits): the person at
+the host hears from the site, on the telephone, what the host's own screen shows. The words are made of the
+root, the name, the key that is to be signed, and a random number of each end, in the order of ZRTP (RFC 6189,
+section 4.4.1.1), so that a thief between both ends has one guess in 2^48 however much he computes:
+
+    1. guest -> host   the hash of the guest's number and key (the commitment)
+    2. host -> guest   the host's number, one for each code
+    3. guest -> host   the guest's number, and the request with the key
+
+Towards the host the thief must commit to his key before he learns the host's number, and a code takes one
+commitment. Towards the guest he must choose the host's number before he learns the guest's, and the guest
+takes one number for each code, also when `fedtrain join` is started again.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import secrets
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -36,6 +46,8 @@ from .authority import Authority, own_key, pem, requested_key
 from .identity import USAGE, certificates, check_label, identity_of
 from .signing import Verifier
 
+VERSION = 2  # of the enrolment's protocol, which must be the same at both ends
+NUMBER_BYTES = 32  # of the random number of each end
 SECRET_BYTES = 16
 FAULTS = 5  # requests that are none, after which a code is void
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256's group
@@ -95,11 +107,26 @@ class Code(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.id}.invitation.fedtrain"
 
 
-def words(root: bytes, name: SiteId, public: ec.EllipticCurvePublicKey) -> str:
-    """Three words of five letters to be read aloud; the same at both ends when the key is the same."""
-    key = public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    digest = hashlib.sha256(b"fedtrain words\0" + root + name.encode() + b"\0" + key).digest()
+def words(root: bytes, name: SiteId, public: ec.EllipticCurvePublicKey, numbers: bytes) -> str:
+    """Three words of five letters to be read aloud; the same at both ends when the key and the `numbers` (the
+    guest's, then the host's) are the same."""
+    said = root + name.encode() + b"\0" + numbers + csr_key(public)
+    digest = hashlib.sha256(b"fedtrain words 2\0" + said).digest()
     return " ".join(_proquint(int.from_bytes(digest[at : at + 2])) for at in (0, 2, 4))
+
+
+def commitment(number: bytes, public: ec.EllipticCurvePublicKey) -> bytes:
+    """What the guest sends of its number and key before it knows the host's number."""
+    return hashlib.sha256(b"fedtrain commitment 2\0" + number + csr_key(public)).digest()
+
+
+def spoken_of(root: bytes, name: SiteId, request: bytes) -> str:
+    """What the site reads out so that a request in PEM is signed: the words where the site enrols by a code,
+    else the SHA-256 of its public key (DER)."""
+    public = requested_key(request)
+    if found := re.search(rb"^numbers: ([0-9a-f]{128})$", request, re.MULTILINE):
+        return words(root, name, public, bytes.fromhex(found[1].decode()))
+    return hashlib.sha256(csr_key(public)).hexdigest()
 
 
 def _proquint(number: int) -> str:
@@ -124,6 +151,25 @@ def request(folder: Path) -> tuple[bytes, ec.EllipticCurvePublicKey]:
     return csr.public_bytes(Encoding.PEM), key.public_key()
 
 
+def number_of(folder: Path, code: Code) -> bytes:
+    """The guest's number for this code: random for all others, and the same in each start of `join`."""
+    secret = pem(own_key(folder))
+    return HKDF(hashes.SHA256(), NUMBER_BYTES, None, f"fedtrain enrolment {code.id}".encode()).derive(secret)
+
+
+def settle(folder: Path, code: Code, host: bytes) -> None:
+    """Remember the host's number before the guest's own is revealed; CertificateError for a second one, by
+    which a thief would choose the words."""
+    kept = folder / "enrolling"
+    before = kept.read_text().split() if kept.exists() else []
+    if len(host) != NUMBER_BYTES or (before[:1] == [code.id] and before[1:] != [host.hex()]):
+        raise CertificateError(
+            "the other end answered with another number than before: somebody may sit in between. Ask for "
+            "another code, over another way"
+        )
+    authority.write(kept, f"{code.id} {host.hex()}".encode(), 0o600)
+
+
 def keep(folder: Path, code: Code, chain: bytes, root: bytes) -> None:
     """Keep the certificate that came for our request. CertificateError unless the root is the code's, and
     the certificate is under it, of our name and our key."""
@@ -134,6 +180,7 @@ def keep(folder: Path, code: Code, chain: bytes, root: bytes) -> None:
         raise CertificateError(f"a certificate came for another name or key: {identity_of(chain)}")
     authority.write(folder / "root.pem", root)
     authority.write(folder / "cert.pem", chain)
+    (folder / "enrolling").unlink(missing_ok=True)
 
 
 # --- the host's end
@@ -143,9 +190,11 @@ class KeptCode(msgspec.Struct, kw_only=True):
     """A code as the host keeps it."""
 
     code: Code
-    key: str = ""  # hex digest of the key that it was used for
+    commitment: str = ""  # hex, of the guest that used it
+    number: str = ""  # hex, of the host, for that guest
     used: datetime | None = None  # when it was first used
     faults: int = 0  # requests that were none
+    done: bool = False  # the guest has its certificate
 
 
 class Codes:
@@ -173,34 +222,49 @@ class Codes:
         return code
 
     def open(self) -> list[Code]:
-        """The codes that may still be used, or whose certificate may still be fetched."""
-        now = datetime.now(UTC).timestamp()
-        return [invited.code for _, invited in self._all() if now < invited.code.until]
+        """The codes that may be used, or whose certificate may still be fetched, in the guests' order."""
+        return sorted((each.code for each in self._valid() if not each.done), key=lambda code: code.guest)
 
-    def ask(self, code: Code, csr: bytes) -> str:
-        """Take a guest's request, which is kept as requests/NAME.csr; returns its words. CertificateError,
-        whose line is sent to the guest, when the code was used, has expired, or the request is none."""
+    def commit(self, code: Code, committed: bytes) -> bytes:
+        """The host's number for a guest's commitment, the first one for this code. CertificateError, whose
+        line is sent to the guest, when the code was used with another one, or has expired."""
         invited, now = self._find(code), datetime.now(UTC)
-        try:
-            public = requested_key(csr)
-        except ConfigError as e:
-            self._write(msgspec.structs.replace(invited, faults=invited.faults + 1))
-            if invited.faults + 1 >= FAULTS:
-                self.void(code)
-            raise CertificateError(str(e)) from None
-        key = hashlib.sha256(csr_key(public)).hexdigest()
-        if invited.used is not None and invited.key != key:
+        if invited.used is not None and invited.commitment != committed.hex():
             raise CertificateError(
                 f"this code was used on {invited.used:%Y-%m-%d %H:%M} UTC. Ask for another."
             )
         if now.timestamp() >= code.until:
             raise CertificateError("this code has expired. Ask for another.")
         if invited.used is None:
-            self._write(msgspec.structs.replace(invited, key=key, used=now))
+            number = secrets.token_hex(NUMBER_BYTES)
+            invited = msgspec.structs.replace(invited, commitment=committed.hex(), number=number, used=now)
+            self._write(invited)
+        return bytes.fromhex(invited.number)
+
+    def ask(self, code: Code, csr: bytes, number: bytes) -> str:
+        """Take the request of a guest that has committed to it; kept as requests/NAME.csr. Returns its words.
+        CertificateError, whose line is sent to the guest, when the request is none, or another one."""
+        invited = self._find(code)
+        try:
+            public = requested_key(csr)
+            if len(number) != NUMBER_BYTES or commitment(number, public).hex() != invited.commitment:
+                raise ConfigError("csr: the guest has committed to another key or number")
+        except ConfigError as e:
+            self._write(msgspec.structs.replace(invited, faults=invited.faults + 1))
+            if invited.faults + 1 >= FAULTS:
+                self.void(code)
+            raise CertificateError(str(e)) from None
+        numbers = number + bytes.fromhex(invited.number)
         path = self.certs / "requests" / f"{code.guest}.csr"
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        authority.write(path, csr)
-        return words(code.root, code.guest, public)
+        plain = x509.load_pem_x509_csr(csr).public_bytes(Encoding.PEM)
+        authority.write(path, plain + f"numbers: {numbers.hex()}\n".encode())
+        return words(code.root, code.guest, public, numbers)
+
+    def done(self, code: Code) -> None:
+        """The guest has its certificate: the code is over."""
+        with suppress(CertificateError):
+            self._write(msgspec.structs.replace(self._find(code), done=True))
 
     def signed(self, code: Code, csr: bytes) -> tuple[bytes, bytes] | None:
         """(chain, root) once this request was signed, here or elsewhere; None until then."""
@@ -218,7 +282,7 @@ class Codes:
     def caller(self, chain: bytes) -> Code:
         """The code whose holder shows this certificate; CertificateError when there is none."""
         leaf = certificates(chain)[0]
-        for code in self.open():
+        for code in (each.code for each in self._valid()):
             with suppress(ValueError, TypeError, InvalidSignature):
                 leaf.verify_directly_issued_by(code.authority.certificate)
                 return code
@@ -229,6 +293,10 @@ class Codes:
             return msgspec.json.decode((self._folder / code.id).read_bytes(), type=KeptCode)
         except FileNotFoundError:
             raise CertificateError("this code is good no more. Ask for another.") from None
+
+    def _valid(self) -> list[KeptCode]:
+        now = datetime.now(UTC).timestamp()
+        return [each for _, each in self._all() if now < each.code.until]
 
     def _all(self) -> list[tuple[Path, KeptCode]]:
         paths = sorted(self._folder.glob("[0-9a-f]*")) if self._folder.exists() else []

@@ -240,7 +240,11 @@ def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
     except (ValueError, TypeError):
         raise CertificateError(f"{folder / 'key.pem'}: not an unencrypted PEM private key") from None
     if public != key_of(leaf):
-        raise CertificateError(f"{folder}: key.pem and cert.pem do not belong together. {get_one(folder)}")
+        raise CertificateError(
+            f"{folder}: key.pem and cert.pem do not belong together. Leave key.pem where it is, and copy "
+            f"cert.pem alone from where the authority is: `fedtrain certs issue {folder.name}` makes one for "
+            f"the key that it knows; for another key, `fedtrain certs sign` signs its request."
+        )
 
 
 def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
@@ -263,7 +267,8 @@ def _check_dates(leaf: x509.Certificate, identity: Identity, folder: Path, now: 
     if now > end:
         raise CertificateError(
             f"{folder / 'cert.pem'} has expired: {valid}. {clock} Else renew it with "
-            f"`fedtrain certs issue {identity.name}` where the authority is, and copy its cert.pem here."
+            f"`fedtrain certs issue {identity.name}` where the authority is, which keeps the key, and copy "
+            f"its cert.pem here, and no other file."
         )
     if now < start:
         raise CertificateError(f"{folder / 'cert.pem'} is not valid yet: {valid}. {clock}")

@@ -81,12 +81,17 @@ class AggregatorCheck:
         except (CertificateError, OSError) as e:
             self._emit(Notice(text=f"revoked certificates that the aggregator passed on: {e}"))
 
-    def renewed(self, chain: bytes) -> None:
-        """Keep a new certificate of ours that the aggregator brings; it counts within seconds."""
+    def renewed(self, chain: bytes) -> str:
+        """Keep a new certificate of this site that the aggregator brings; it counts within seconds. Returns
+        why it can't be kept, for the aggregator's operator, or ""."""
         try:
             keep(self._folder, chain)
         except (CertificateError, OSError) as e:
-            self._emit(Notice(text=f"a renewed certificate that the aggregator brought is not kept: {e}"))
+            why = e.strerror if isinstance(e, OSError) else str(e)
+            mend = f"Let the site's user write there, or copy a renewed cert.pem to {self._site} yourself."
+            self._emit(Notice(text=f"the renewed certificate can't be kept in {self._folder}: {why}. {mend}"))
+            return f"the renewed certificate can't be kept in the folder of its key: {why}. {mend}"
+        return ""
 
     async def watch(self, cut: Callable[[str], None], own: Current) -> None:
         """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate

@@ -79,6 +79,22 @@ def revoke_issuing(certs_dir: Path, *, path: Path | None = None, now: datetime |
     return serial
 
 
+def check_not_revoked(certs_dir: Path, folder: Path) -> None:
+    """ConfigError where the certificate in a leaf's folder was revoked: another one for its key would let the
+    holder of that key in again."""
+    if not (folder / "cert.pem").exists():
+        return
+    revoked = Revoked(certs_dir / LIST, (certs_dir / "ca" / "root.pem").read_bytes())
+    revoked.reload()
+    serial = identity.identity_of((folder / "cert.pem").read_bytes()).serial
+    if any(serial in one.serials for one in revoked._lists.values()):
+        raise ConfigError(
+            f"{folder.name}: its certificate was revoked, and a new one would be for the same key. Move "
+            f"{folder} away, then: fedtrain certs {'issue' if folder.name == 'aggregator' else 'invite'} "
+            f"{folder.name}"
+        )
+
+
 def _valid(certs_dir: Path, now: datetime) -> dict[str, str]:
     return {serial: name for serial, name, until in issued(certs_dir) if until > now}
 

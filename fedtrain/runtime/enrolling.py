@@ -6,13 +6,24 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import CertificateError, ConfigError, ConnectError, FedtrainError, JoinRefused
 from ..events import Emit, Notice
 from ..messages import SiteId
 from ..pki import issue
 from ..pki.authority import pem
-from ..pki.enrolment import Code, Codes, keep, request, words
+from ..pki.enrolment import (
+    VERSION,
+    Code,
+    Codes,
+    commitment,
+    keep,
+    number_of,
+    request,
+    settle,
+    words,
+)
 from ..transport.grpc import GrpcTransport
 from ..transport.star import backoff
 from ..transport.streams import MessageStream
@@ -23,16 +34,36 @@ from ..wire.frames import Frame, Leaving, Refused
 ENROL = "Enrol"  # the one call
 HEARTBEAT_S = 5.0
 LOOK_S = 0.2  # between looks whether a request was signed elsewhere
+READ_OUT = (
+    "Three words: {}\nTell them on the telephone to the person who sent you the code. That person signs only "
+    "if the other screen shows the same words. Waiting for the signature."
+)
+
+T = TypeVar("T", bound=Frame)
 
 Approve = Callable[
     [SiteId, str], Awaitable[bool | None]
 ]  # name, words; None: signed elsewhere, or not at all
 
 
+class Commit(Frame, frozen=True, kw_only=True, tag=True):
+    """The guest's first frame."""
+
+    version: int  # of the enrolment's protocol
+    commitment: bytes  # pki.enrolment.commitment
+
+
+class Number(Frame, frozen=True, kw_only=True, tag=True):
+    """The host's number, which the guest could not know when it committed."""
+
+    number: bytes
+
+
 class Wish(Frame, frozen=True, kw_only=True, tag=True):
-    """The guest's only frame."""
+    """The guest's request."""
 
     csr: bytes  # PEM
+    number: bytes = b""  # the guest's
 
 
 class Granted(Frame, frozen=True, kw_only=True, tag=True):
@@ -74,9 +105,19 @@ class Host:
         code = self._codes.caller(chain)
         if (first := await stream.read()) is None:
             return
-        wish: Wish = decode(first, Wish)
+        hello: Commit | Wish = decode(first, Commit | Wish)  # a guest of version 1 begins with its wish
         try:
-            spoken = self._codes.ask(code, wish.csr)
+            if (theirs := hello.version if isinstance(hello, Commit) else 1) != VERSION:
+                raise CertificateError(
+                    f"this site enrols by version {theirs}, the authority by version {VERSION}, which makes "
+                    f"the words in another way. Install the same fedtrain at both."
+                )
+            assert isinstance(hello, Commit), "the only frame that has a version"
+            await stream.write(encode(Number(number=self._codes.commit(code, hello.commitment))))
+            if (second := await stream.read()) is None:
+                return
+            wish: Wish = decode(second, Wish)
+            spoken = self._codes.ask(code, wish.csr, wish.number)
         except CertificateError as e:
             self._emit(Notice(text=f"{code.guest} is refused: {e}"))
             await stream.write(encode(Refused(reason=str(e), final=True)))
@@ -92,6 +133,7 @@ class Host:
             await asyncio.sleep(LOOK_S)
         await stream.write(encode(Granted(chain=found[0], root=found[1])))
         if await stream.read() is not None:  # the guest has kept it
+            self._codes.done(code)
             self._emit(Notice(text=f"{code.guest} has its certificate"))
             self._answered(code)
 
@@ -119,19 +161,20 @@ async def join(certs_dir: Path, address: str, code: Code, tell: Callable[[str], 
     the site's folder. JoinRefused says why the host gives none. `tell` shows the words to a person."""
     folder = certs_dir / "sites" / code.guest
     csr, public = request(folder)
-    tell(words(code.root, code.guest, public))
+    own = number_of(folder, code)
     key, chain = code.leaf("site")
     transport = GrpcTransport(Tls(key, chain, pem(code.authority.certificate)), HEARTBEAT_S)
-    told = ""
+    told = spoken = ""
     for pause_s in backoff(0.2, 1.7, 15.0):
         try:
             async with transport.connect(address, code.target) as call, call(ENROL) as stream:
-                await stream.write(encode(Wish(csr=csr)))
-                if (data := await stream.read()) is None:
-                    raise ConnectError(f"{address}: the other end closed the connection.")
-                answer: Granted | Refused = decode(data, Granted | Refused)
-                if isinstance(answer, Refused):
-                    raise JoinRefused(f"{address} refuses {code.guest}: {answer.reason}")
+                await stream.write(encode(Commit(version=VERSION, commitment=commitment(own, public))))
+                host = (await _answer(stream, address, code, Number)).number
+                settle(folder, code, host)
+                if spoken != (spoken := words(code.root, code.guest, public, own + host)):
+                    tell(READ_OUT.format(spoken))
+                await stream.write(encode(Wish(csr=csr, number=own)))
+                answer = await _answer(stream, address, code, Granted)
                 keep(folder, code, answer.chain, answer.root)
                 with suppress(ConnectError):
                     await stream.write(encode(Leaving()))
@@ -145,3 +188,13 @@ async def join(certs_dir: Path, address: str, code: Code, tell: Callable[[str], 
                 told = str(e)
         await asyncio.sleep(pause_s)
     raise AssertionError("backoff never ends")
+
+
+async def _answer(stream: MessageStream, address: str, code: Code, kind: type[T]) -> T:
+    """The host's next frame; JoinRefused where it refuses the guest."""
+    if (data := await stream.read()) is None:
+        raise ConnectError(f"{address}: the other end closed the connection.")
+    answer: T | Refused = decode(data, kind | Refused)
+    if isinstance(answer, Refused):
+        raise JoinRefused(f"{address} refuses {code.guest}: {answer.reason}")
+    return answer

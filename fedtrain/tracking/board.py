@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
+from typing import Literal
 
 from .. import events as e
 from ..errors import some
@@ -24,6 +25,10 @@ def agreement(event: e.PeersAgreed) -> str:
         f"one model {made}{names}, at {some(event.peers)}, as far as is known here. Its model.safetensors "
         f"has sha256 {event.digest}"
     )
+
+
+# stopped: the same command goes on. rejected: the same command does so after people have acted.
+State = Literal["running", "finished", "stopped", "rejected"]
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Board:
     spent: e.PrivacySpent | None = None  # the last one
     best: e.Best | None = None
     finished: e.RunFinished | None = None
+    rejected: bool = False  # a site's process ended because it may not take part until people act
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # commit to commit
     _evaluated: Averages = field(default_factory=dict)  # of the last round with metrics that is not kept
@@ -90,6 +96,12 @@ class Board:
         for event in events:
             board.add(event)
         return board
+
+    def state(self, alive: bool) -> State:
+        """How the run is; `alive`: whether its process was there before its events were read."""
+        if self.finished:
+            return "finished"
+        return "running" if alive else "rejected" if self.rejected else "stopped"
 
     @property
     def last(self) -> RoundRow | None:
@@ -137,6 +149,7 @@ class Board:
                 self._site(event.site, "lost").reason = event.reason
             case e.SiteRefused():
                 self._site(event.site, "refused").reason = event.reason
+                self.rejected = self.mode == "site"
             case e.RoundStarted():
                 self.need, self.under_way, self.attempt = None, event.round, event.attempt
                 self.asked = len(event.sites)
@@ -182,6 +195,7 @@ class Board:
 
     def _start(self, event: e.RunStarted) -> None:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
+        self.rejected = False
         self.noun = "round" if not event.buffer else "turn" if self.mode == "site" else "version"
         if self.noun == "turn":  # it is asked as often as it is free, whatever run.rounds says
             self.rounds = 0

@@ -132,6 +132,8 @@ def write(
         "fedtrain": __version__,
     }
     _describe(out, about, evaluated)
+    # safetensors makes a file of mode 0600, whatever the umask
+    (out / MODEL).chmod((out / "model.json").stat().st_mode & 0o777)
     return out
 
 

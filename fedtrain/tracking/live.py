@@ -164,8 +164,8 @@ def line(event: Event, board: Board) -> str | None:
         case e.SiteLost():
             over = board.finished is not None  # then they leave, and nothing is lost
             return None if over else f"{event.site} lost{_because(event.reason)}"
-        case e.SiteRefused():
-            return f"{event.site} may not join{_because(event.reason)}"
+        case e.SiteRefused():  # at the site itself the command's last line says it
+            return None if board.mode == "site" else f"{event.site} may not join{_because(event.reason)}"
         case e.RoundStarted():
             again = f", attempt {event.attempt}" if event.attempt > 1 else ""
             who = f": {_sites(len(event.sites))}" if event.sites else ""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from ..errors import ConfigError, nearest
 from ..events import Averages
-from .board import Board
+from .board import Board, State
 from .log import events_file, read, running
 
 NONE_YET = " Start one: fedtrain simulate"
-State = Literal["running", "finished", "stopped"]  # stopped: the same command goes on
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -46,11 +44,10 @@ def summary_of(run_dir: Path) -> Summary:
     """A run at a glance."""
     alive = running(run_dir)  # asked first: a run that finishes meanwhile is finished, never stopped
     board = Board.of(read(run_dir))
-    state: State = "finished" if board.finished else "running" if alive else "stopped"
     return Summary(
         run=run_dir.name,
         mode=board.mode,
-        state=state,
+        state=board.state(alive),
         round=board.round,
         rounds=board.rounds,
         loss=board.last.loss if board.last else None,

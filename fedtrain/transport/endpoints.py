@@ -26,7 +26,9 @@ from weakref import WeakSet
 
 import msgspec
 
+from .. import __version__
 from ..arena import AnyArena
+from ..digest import package_digest
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
 from ..events import Emit, Event, Notice, SiteRefused
 from ..messages import Found, Reply, Request, SiteId
@@ -86,7 +88,10 @@ class RemoteCohort:
         self._prove = prove
         self._inline = inline
         first = frames.Welcome(
-            heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else ""
+            heartbeat_s=transport.heartbeat_s,
+            frozen=frozen.digest if frozen is not None else "",
+            version=__version__,
+            package=package_digest(),
         )
         self._end = AggregatorEnd(first, float(idle_s), emit, frozen, witness)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
@@ -256,7 +261,8 @@ class RemoteCohort:
             self._sessions_changed()
         outbox: asyncio.Queue[frames.FromAggregator | None] = asyncio.Queue()
         session = self._end.join(
-            site, hello.process, outbox.put_nowait, *self._prove(site, hello.nonce), now=now
+            site, hello.process, outbox.put_nowait, *self._prove(site, hello.nonce), now=now,
+            build=(hello.version[:20], hello.package[:64]),
         )  # fmt: skip
         self._sessions_changed()
         reading = asyncio.create_task(self._read(session, stream))

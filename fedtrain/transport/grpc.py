@@ -13,7 +13,14 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from ..errors import CertificateError, ConnectError, FedtrainError, WireError
+from ..errors import (
+    CertificateError,
+    CertificateRevoked,
+    ConnectError,
+    FedtrainError,
+    JoinRefused,
+    WireError,
+)
 from ..events import Emit, silent
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
 from .port import Caller, Watch, connections, defer
@@ -31,6 +38,7 @@ CLOSED = (  # what a call raises that is over, or lost
 FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAUTHENTICATED)
 CODES: dict[type[FedtrainError], grpc.StatusCode] = {
     Denied: grpc.StatusCode.NOT_FOUND,
+    CertificateRevoked: grpc.StatusCode.PERMISSION_DENIED,
     CertificateError: grpc.StatusCode.UNAUTHENTICATED,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
 }
@@ -234,4 +242,6 @@ class SiteStream:
             details = e.details() or ""
             said = await first_words(details, self._address)
             reason = explain(details, self._address, self._answered, said)
+            if e.code() is grpc.StatusCode.PERMISSION_DENIED:
+                raise JoinRefused(reason) from None
             raise (Denied if e.code() in FINAL else ConnectError)(reason) from None

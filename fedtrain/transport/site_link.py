@@ -30,7 +30,7 @@ class Trust(Protocol):
     def nonce(self) -> bytes: ...
     def welcomed(self, proof: bytes, lists: bytes) -> None: ...
     def take(self, lists: bytes) -> None: ...
-    def renewed(self, chain: bytes) -> None: ...
+    def renewed(self, chain: bytes) -> str: ...
 
 
 def longest(model: Schema) -> int:
@@ -81,6 +81,7 @@ class SiteLink:
         witness: Callable[[frames.AuditHead], frames.AuditHead] | None = None,
         *,
         refusal: Callable[[Request], Failure | None] = lambda request: None,
+        over: Callable[[], str] = lambda: "",
     ) -> str:
         """Answer requests until the aggregator says that the run is over; returns its reason.
 
@@ -89,18 +90,19 @@ class SiteLink:
         patch that is here and its base, and says whether it could; without it models are fetched whole.
         `schemas`: those that an aggregator with these settings and this model has too, so that no message
         spells them out. `witness` is told the head of the aggregator's audit log, and answers with the own.
-        `refusal`: the reply to a request for which nothing is fetched or done.
+        `refusal`: the reply to a request for which nothing is fetched or done. `over`: why this site answers
+        nothing any more; then it leaves after the reply that says so, and JoinRefused is raised here.
 
         JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
         at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
         stormed. An error of `answer` that is no reply, a bug or a full disk, ends it too.
         """
-        self._refusal = refusal
+        self._refusal, self._over = refusal, over
         self._answer, self._welcomed, self._patched = answer, welcomed, patched
         self._witness = witness
         self._witnessing: asyncio.Task[None] | None = None  # the newest answer to the aggregator's head
         self._shown = b""  # the certificate that the aggregator was shown in such an answer
-        self._end.known = known(schemas)
+        self._end.known, self._end.build = known(schemas), (hello.version, hello.package)
         first = msgspec.structs.replace(hello, process=self._process)
         while True:
             self._session_task = asyncio.create_task(self._session(first))
@@ -150,13 +152,21 @@ class SiteLink:
                         self._trust.take(frame.lists)
                         continue
                     if isinstance(frame, frames.Renewed):
-                        self._trust.renewed(frame.chain)
+                        if trouble := self._trust.renewed(frame.chain):
+                            self._outbox.put_nowait(encode(frames.Status(state="", trouble=trouble)))
                         continue
                     if isinstance(frame, frames.Welcome):
                         self._shown = b""
                         await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
-                        self._emit(Admitted(site="aggregator", task_digest=hello.task_digest))
+                        self._emit(
+                            Admitted(
+                                site="aggregator",
+                                task_digest=hello.task_digest,
+                                version=frame.version[:20],
+                                package=frame.package[:64],
+                            )
+                        )
                     if isinstance(frame, frames.AuditHead):
                         self._witnessing = asyncio.create_task(self._state_head(frame))
                         self._witnessing.add_done_callback(self._failed)
@@ -244,6 +254,10 @@ class SiteLink:
                     for arena in fetch_list(request):
                         await self._fetch(call, arena)
                 await self._offer(call, request, await self._answer(request))
+                if why := self._over():
+                    self._error = JoinRefused(why)
+                    self._outbox.put_nowait(encode(frames.Leaving()))
+                    asyncio.get_running_loop().call_later(star.LEAVE_S, self._session_task.cancel)
                 return
             except streams.Denied as e:
                 self._emit(Notice(text=f"{request.id}: {e}"))

@@ -99,6 +99,7 @@ class AggregatorEnd:
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._away: dict[SiteId, float] = {}  # until when each lost site is waited for, the earliest first
         self._replaced: dict[SiteId, deque[tuple[str, float]]] = {}  # each site's former processes, and when
+        self._builds: dict[SiteId, tuple[str, str]] = {}  # other than here, as people were told
         self._reported: set[SiteId] = set()  # sites that people know to be two processes
         self._finished: str | None = None  # why the run is over
         self._uninformed: set[SiteId] = set()  # sites that have not confirmed that the run is over
@@ -119,9 +120,11 @@ class AggregatorEnd:
         proof: bytes = b"",
         lists: bytes = b"",
         now: float = 0.0,
+        build: tuple[str, str] = ("", ""),
     ) -> SiteSession:
         """A site that fits begins a session, which takes the place of an earlier one of its name, unless they
-        are `contested`. `proof` and `lists`: as in its Welcome."""
+        are `contested`. `proof` and `lists`: as in its Welcome. `build`: the version and digest of the
+        site's fedtrain."""
         if earlier := self.sessions.get(site):
             self._replace(earlier, process, now)
         session = self.sessions[site] = SiteSession(site, process, send)
@@ -132,7 +135,11 @@ class AggregatorEnd:
             send(frames.Finished(reason=self._finished))
         for pending in self._pending_of(site):
             send(pending.ask)
-        self._emit(SiteJoined(site=site))
+        self._emit(SiteJoined(site=site, version=build[0], package=build[1]))
+        ours = self._welcome.version, self._welcome.package
+        if build != ours and self._builds.get(site) != build:
+            self._builds[site] = build
+            self._emit(Notice(text=other_build(site, build, ours)))
         return session
 
     def contested(self, site: SiteId, process: str, now: float) -> str:
@@ -170,7 +177,10 @@ class AggregatorEnd:
     def receive(self, session: SiteSession, frame: frames.FromSite) -> None:
         """A frame after the Hello."""
         if isinstance(frame, frames.Status):
-            self._emit(SiteState(site=session.site, state=frame.state[:64]))
+            if frame.trouble:
+                self._emit(Notice(text=f"{session.site}: {frame.trouble[:300]}"))
+            else:
+                self._emit(SiteState(site=session.site, state=frame.state[:64]))
         elif isinstance(frame, frames.AuditHead) and session.owes_head:
             session.owes_head = False
             self._witness(session.site, frame)
@@ -361,6 +371,12 @@ class AggregatorEnd:
         return [*self._pending.get(site, {}).values()]
 
 
+def other_build(other: str, theirs: tuple[str, str], ours: tuple[str, str]) -> str:
+    """That the other end runs another fedtrain: (version, SHA-256 of the package) of both."""
+    there, here = (f"{version} (SHA-256 {package[:12] or 'not told'})" for version, package in (theirs, ours))
+    return f"{other} runs fedtrain {there}, this end {here}. Install the same fedtrain at both."
+
+
 # --- the site's end
 
 
@@ -383,6 +399,7 @@ class SiteEnd:
         self.data = b""  # the bytes of its arenas, where they came with it
         self.finished: str | None = None  # why the run is over
         self.joined = False
+        self.build: tuple[str, str] | None = None  # of the own fedtrain; None: people know that they differ
         self._requests, self._emit = requests, emit
         self._refused, self._reported = False, ""
         self._pauses = backoff(*self.PAUSES)
@@ -391,8 +408,11 @@ class SiteEnd:
         """ConnectError when the frame ends the session, JoinRefused when no later one would do better."""
         match frame:
             case frames.Welcome():
-                self.joined = True
-                self._emit(SiteJoined(site="aggregator"))
+                self.joined, theirs = True, (frame.version[:20], frame.package[:64])
+                self._emit(SiteJoined(site="aggregator", version=theirs[0], package=theirs[1]))
+                if self.build is not None and self.build != theirs:
+                    self._emit(Notice(text=other_build("the aggregator", theirs, self.build)))
+                    self.build = None
             case frames.Ask(body=body, data=data):
                 request: Request = decode(body, self._requests, self.known)
                 if self.request is None or self.request.id != request.id:

@@ -71,7 +71,8 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     """The site's first frame. The aggregator compares it with its own task, schema and settings."""
 
     protocol: int
-    version: str  # of fedtrain, shown when the protocols differ
+    version: str  # of fedtrain
+    package: str = ""  # SHA-256 of the site's fedtrain, digest.package_digest
     task_digest: str
     schema: Schema
     agreed: dict[str, str]  # Config.agreed()
@@ -87,6 +88,7 @@ class Status(Frame, frozen=True, kw_only=True, tag=True):
     """What the site is doing at present, for the aggregator's status table."""
 
     state: str
+    trouble: str = ""  # what people must mend at the site, for the aggregator's log
 
 
 class Leaving(Frame, frozen=True, kw_only=True, tag=True):
@@ -100,6 +102,8 @@ class Welcome(Frame, frozen=True, kw_only=True, tag=True):
     frozen: str = ""  # digest of the run's frozen parameters; a site whose model() has others Fetches them
     proof: bytes = b""  # that the aggregator holds its certificate, see pki.proof
     lists: bytes = b""  # of revoked certificates, as their signers signed them
+    version: str = ""  # of the aggregator's fedtrain, and its digest as in Hello
+    package: str = ""
 
 
 class Revocations(Frame, frozen=True, kw_only=True, tag=True):

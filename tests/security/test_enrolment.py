@@ -10,14 +10,29 @@ from datetime import timedelta
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from fedtrain import pki
+from fedtrain.cli import cli
 from fedtrain.cli.certificates import _next
 from fedtrain.config import Config
 from fedtrain.errors import CertificateError, ConfigError, JoinRefused
 from fedtrain.pki import Credentials, Verifier, init, issue
-from fedtrain.pki.enrolment import FAULTS, Code, Codes, keep, request, root_digest, words
-from fedtrain.runtime.enrolling import ENROL, Host, Wish, join
+from fedtrain.pki.enrolment import (
+    FAULTS,
+    VERSION,
+    Code,
+    Codes,
+    commitment,
+    keep,
+    number_of,
+    request,
+    root_digest,
+    settle,
+    spoken_of,
+    words,
+)
+from fedtrain.runtime.enrolling import ENROL, Commit, Host, Number, Wish, join
 from fedtrain.runtime.sites.approval import approve
 from fedtrain.transport.grpc import AggregatorStream, GrpcTransport
 from fedtrain.transport.tls import Tls
@@ -28,6 +43,11 @@ from tests.ports import free_port
 from tests.security.test_proxy import Proxy
 
 WEEK = timedelta(days=7)
+
+
+def said(line):
+    """The three words in what `join` shows."""
+    return re.match("Three words: ([a-z]{5} [a-z]{5} [a-z]{5})\n", line)[1]
 
 
 @pytest.fixture
@@ -74,9 +94,9 @@ def test_s08_s09_a_site_gets_its_certificate_by_a_code_and_its_key_stays_there(c
     key = (folder / "key.pem").read_bytes()
     assert not [path for path in certs.rglob("*") if path.is_file() and key in path.read_bytes()]
     assert sorted(path.name for path in (certs / "sites" / "north").iterdir()) == ["cert.pem", "root.pem"]
-    assert invites.asked == [("north", shown[0])]  # both screens show the same words
-    assert re.fullmatch("[a-z]{5} [a-z]{5} [a-z]{5}", shown[0])
-    assert shown == [shown[0]]
+    (line,) = shown
+    assert invites.asked == [("north", said(line))]  # both screens show the same words
+    assert "Tell them on the telephone to the person who sent you the code" in line
 
 
 def test_a_host_hears_that_a_site_has_its_certificate_however_late_it_reads(certs, tmp_path, monkeypatch):
@@ -108,10 +128,12 @@ def test_s09_a_code_works_for_one_key_alone_and_still_after_a_restart(certs, tmp
             with pytest.raises(JoinRefused, match=r"north: this code was used on 20.*Ask for another"):
                 await join(tmp_path / "thief", invites.address, code, lambda line: None)
         again = Invites(certs)  # nothing but files is left
+        lost = next(path for path, _ in again.codes._all() if path.name == code.id)
+        lost.write_text(lost.read_text().replace('"done":true', '"done":false'))  # its answer was lost, say
         async with again.serving():
             with pytest.raises(JoinRefused, match="was used on"):
                 await join(tmp_path / "thief", again.address, code, lambda line: None)
-            await join(tmp_path / "first", again.address, code, lambda line: None)  # its answer was lost, say
+            await join(tmp_path / "first", again.address, code, lambda line: None)
             await join(tmp_path / "south", again.address, other, lambda line: None)
         return invites.asked + again.asked, again.told
 
@@ -130,7 +152,7 @@ def test_s09_a_thief_of_a_code_shows_other_words_and_a_no_voids_the_code(certs, 
                 await join(tmp_path / "thief", invites.address, code, shown.append)
         assert invites.codes.open() == []
         _, key = request(tmp_path / "north")
-        return invites.asked[0][1], shown[0], words(code.root, "north", key)
+        return invites.asked[0][1], said(shown[0]), words(code.root, "north", key, bytes(64))
 
     asked, thief, honest = bounded(main())
     assert asked == thief != honest
@@ -145,7 +167,6 @@ def test_s09_nobody_without_a_code_gets_through_the_handshake(certs, tmp_path):
         async with invites.serving():
             tried = asyncio.Queue()
             joining = asyncio.create_task(join(tmp_path / "site", invites.address, guess, tried.put_nowait))
-            await tried.get()  # its words
             line = await tried.get()
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
@@ -176,10 +197,9 @@ def test_s09_the_holder_of_one_code_is_not_taken_for_another(certs):
 def test_s09_an_expired_code_is_refused(certs, tmp_path):
     codes = Codes(certs)
     code = codes.invite("north", timedelta(seconds=-1))
-    csr, _ = request(tmp_path / "north")
     assert codes.open() == []
     with pytest.raises(CertificateError, match="has expired"):
-        codes.ask(code, csr)
+        codes.commit(code, bytes(32))
     with pytest.raises(CertificateError, match="good no more"):
         codes.caller(code.leaf("site")[1])
 
@@ -189,7 +209,7 @@ def test_s09_a_new_code_for_a_name_voids_the_one_before(certs, tmp_path):
     first, second = codes.invite("north", WEEK), codes.invite("north", WEEK)
     assert codes.open() == [second]
     with pytest.raises(CertificateError, match="good no more"):
-        codes.ask(first, request(tmp_path / "north")[0])
+        codes.commit(first, bytes(32))
 
 
 def test_s09_a_code_is_void_after_five_requests_that_are_none(certs):
@@ -204,7 +224,9 @@ def test_s09_a_code_is_void_after_five_requests_that_are_none(certs):
                 async with (
                     transport.connect(invites.address, code.target) as call, call(ENROL) as stream,
                 ):  # fmt: skip
-                    await stream.write(encode(Wish(csr=b"none")))
+                    await stream.write(encode(Commit(version=VERSION, commitment=bytes(32))))
+                    decode(await stream.read(), Number)
+                    await stream.write(encode(Wish(csr=b"none", number=bytes(32))))
                     answers.append(decode(await stream.read(), Refused))
         return invites, answers
 
@@ -252,6 +274,88 @@ def test_s08_a_certificate_of_another_root_name_or_key_is_not_kept(certs, tmp_pa
     assert not (folder / "cert.pem").exists()
     assert root_digest(root) == code.root
     assert isinstance(Verifier(root, "ward"), Verifier)
+
+
+@contextlib.asynccontextmanager
+async def calling(code, address):
+    """A guest's call by hand."""
+    key, chain = code.leaf("site")
+    transport = GrpcTransport(Tls(key, chain, pki.authority.pem(code.authority.certificate)), 5.0)
+    async with transport.connect(address, code.target) as call, call(ENROL) as stream:
+        yield stream
+
+
+def test_e2_between_both_ends_a_thief_has_one_guess(certs, tmp_path):
+    """With the code he may try any number of keys: the host takes the first commitment alone, before the
+    thief knows the host's number, and the guest one number, before the thief knows the guest's."""
+    codes = Codes(certs)
+    code = codes.invite("north", WEEK)
+    folder, thief = tmp_path / "north", tmp_path / "thief"
+    csr, public = request(folder)
+    own = number_of(folder, code)
+    evil, key = request(thief)
+
+    # towards the host: a second commitment, by which he could wait for a number that suits him
+    number = codes.commit(code, commitment(bytes(32), key))
+    assert codes.commit(code, commitment(bytes(32), key)) == number
+    for guess in range(3):
+        with pytest.raises(CertificateError, match="was used on"):
+            codes.commit(code, commitment(bytes([guess + 1]) * 32, key))
+    # and with the number known, another key or number than he committed to
+    for at, other in ((csr, bytes(32)), (evil, bytes([1]) * 32)):
+        with pytest.raises(CertificateError, match="committed to another key or number"):
+            codes.ask(code, at, other)
+
+    # towards the guest: a second number, when the guest has revealed its own
+    settle(folder, code, number)
+    settle(folder, code, number)
+    with pytest.raises(CertificateError, match="somebody may sit in between"):
+        settle(folder, code, bytes(32))
+    assert number_of(folder, code) == own  # also in the next start of `join`
+    assert words(code.root, "north", public, own + number) != codes.ask(code, evil, bytes(32))
+
+
+def test_e2_an_end_of_the_former_protocol_is_refused_with_both_versions(certs, tmp_path):
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving(), calling(code, invites.address) as stream:
+            await stream.write(encode(Wish(csr=request(tmp_path / "north")[0])))
+            return decode(await stream.read(), Refused)
+
+    refused = bounded(main())
+    assert refused.final
+    assert "enrols by version 1, the authority by version 2" in refused.reason
+
+
+def test_e2_a_request_on_a_stick_shows_the_same_words_there(certs, tmp_path):
+    codes = Codes(certs)
+    code = codes.invite("north", WEEK)
+    csr, public = request(tmp_path / "north")
+    own = number_of(tmp_path / "north", code)
+    codes.commit(code, commitment(own, public))
+    spoken = codes.ask(code, csr + b"numbers: " + b"0" * 128, own)  # the guest's own line is not taken over
+    assert spoken_of(code.root, "north", (certs / "requests/north.csr").read_bytes()) == spoken
+    assert re.fullmatch("[0-9a-f]{64}", spoken_of(code.root, "north", csr))  # openssl's: no code, no words
+
+
+def test_e6_who_has_a_certificate_is_not_served_again_and_the_order_is_the_names(certs, tmp_path):
+    async def main():
+        invites = Invites(certs)
+        code, *_ = [invites.codes.invite(name, WEEK) for name in ("mid", "west", "east")]
+        async with invites.serving():
+            await join(tmp_path / "site", invites.address, code, lambda line: None)
+            while "mid has its certificate" not in invites.told:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        again = Invites(certs)
+        async with again.serving():
+            while not again.told:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return again.told[0], [code.guest for code in again.codes.open()]
+
+    line, names = bounded(main())
+    assert line.endswith("for east, west")
+    assert names == ["east", "west"]
 
 
 @pytest.mark.parametrize("text", ["", "hello", "AAAA", "gaE"])
@@ -328,3 +432,18 @@ def test_two_commands_make_an_authority_and_enrol_a_site(tmp_path):
     assert "Next: fedtrain site north" in out
     assert Credentials.load(tmp_path / "there" / "certs" / "sites" / "north").identity.federation == "ward"
     assert Credentials.load(tmp_path / "here" / "certs" / "aggregator").identity.federation == "ward"
+
+
+@pytest.mark.parametrize("words_", [["join", "h:1", "CODE"], ["certs", "invite", "north"]], ids=" ".join)
+def test_e6_a_command_without_rounds_that_is_ended_promises_none(words_, tmp_path, monkeypatch):
+    def ended(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedtrain.pki.enrolment.Code.read", ended)
+    monkeypatch.setattr("fedtrain.pki.enrolment.Codes.invite", ended)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fedtrain.toml").write_text('[run]\nname = "ward"\ntask = "task:T"\n')
+    said = CliRunner().invoke(cli, [*words_, *(["--address", "h:1"] if "invite" in words_ else [])])
+    assert said.exit_code == 130
+    assert "committed round" not in said.output
+    assert "same words" in said.output or "codes stay good" in said.output

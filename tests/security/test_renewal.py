@@ -1,19 +1,23 @@
 """S7: certificates are renewed while a run goes on; no process is started again."""
 
 import asyncio
+import shutil
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from click.testing import CliRunner
 from cryptography import x509
 
+from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import CertificateError
 from fedtrain.events import silent
 from fedtrain.pki import Authority, Credentials, init, issue, renewal, revocation, revoke, sign
 from fedtrain.pki.authority import pem
 from fedtrain.pki.callers import Callers
+from fedtrain.pki.enrolment import Codes, commitment, number_of, request
 from fedtrain.pki.identity import USAGE, Current
 from fedtrain.pki.proof import AggregatorCheck
 from fedtrain.pki.roster import certificate_of
@@ -256,3 +260,59 @@ def test_s07_a_running_peer_enters_its_renewed_certificate_and_its_neighbours_ha
             assert len(v.of("b", "site_lost")) == lost
 
     bounded(main())
+
+
+# --- by hand, where a site made its key itself
+
+
+def test_d3_a_renewal_of_a_site_that_enrolled_by_a_code_as_it_is_typed(tmp_path, monkeypatch):
+    """`certs issue north` at the authority, and the copy of one file: no key moves, and none is made."""
+    here, there = tmp_path / "authority", tmp_path / "north"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "fedtrain.toml").write_text('[run]\nname = "ward"\ntask = "task:T"\n')
+    init(here / "certs", "ward")
+    codes = Codes(here / "certs")
+    code = codes.invite("north", timedelta(days=7))
+    own = there / "certs/sites/north"
+    csr, public = request(own)
+    number = number_of(own, code)
+    codes.commit(code, commitment(number, public))
+    codes.ask(code, csr, number)
+    type_ = CliRunner().invoke
+
+    monkeypatch.chdir(here)
+    unsigned = type_(cli, ["certs", "sign", "certs/requests/north.csr"])
+    assert unsigned.exit_code == 1
+    assert "not signed: certs/requests/north.csr" in unsigned.output
+    refused = type_(cli, ["certs", "issue", "north"])  # the request alone is there
+    assert refused.exit_code == 1
+    assert "north made its key itself" in refused.output
+    assert not (here / "certs/sites").exists()
+    signed = type_(cli, ["certs", "sign", "certs/requests/north.csr", "--days", "1"], input="y\n")
+    assert signed.exit_code == 0, signed.output
+    for name in ("cert.pem", "root.pem"):
+        shutil.copy(here / "certs/sites/north" / name, own)
+    before = Credentials.load(own)
+
+    again = type_(cli, ["certs", "issue", "north"])
+    assert again.exit_code == 0, again.output
+    assert "cert.pem is the certificate of north; copy it to north, whose key stays there" in again.output
+    shutil.copy(here / "certs/sites/north/cert.pem", own)  # as the page says: this file alone
+    now = Credentials.load(own)
+    assert now.key == before.key
+    assert now.identity.not_after > before.identity.not_after
+    assert [path.name for path in (here / "certs/sites/north").iterdir() if "key" in path.name] == []
+
+    # a revoked key is not let in again by a renewal; nor is a certificate that another made
+    type_(cli, ["certs", "revoke", "north"])
+    revoked = type_(cli, ["certs", "issue", "north"])
+    assert revoked.exit_code == 1
+    assert "was revoked, and a new one would be for the same key" in revoked.output
+    init(tmp_path / "other", "ward")
+    foreign = issue(tmp_path / "other", "site", "south")
+    (here / "certs/sites/south").mkdir()
+    shutil.copy(foreign / "cert.pem", here / "certs/sites/south")
+    planted = type_(cli, ["certs", "issue", "south"])
+    assert planted.exit_code == 1
+    assert "is not a certificate that this authority gave" in planted.output

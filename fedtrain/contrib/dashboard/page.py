@@ -68,8 +68,8 @@ def _messages(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def state_of(history: History, alive: bool) -> str:
-    """running, finished or stopped; `alive`: whether its process was there before its events were read."""
-    return "finished" if history.board.finished else "running" if alive else "stopped"
+    """As `Board.state`; `alive`: whether its process was there before its events were read."""
+    return history.board.state(alive)
 
 
 def _thin(history: History) -> None:

@@ -20,7 +20,7 @@ from ... import pki
 from ...config import Config, SitePolicy, keep_policy, policy_from
 from ...config.policy import FILE as POLICY
 from ...digest import sha256_of
-from ...errors import ConfigError, nearest
+from ...errors import ConfigError, NotApproved, nearest
 from ...events import ActionApproved
 from ...messages import SiteId
 from ...pki import members
@@ -81,19 +81,19 @@ class Approvals:
         return {digest: each for digest, each in last.items() if each.approved}
 
     def check(self, config: Config) -> Approval:
-        """The approval of the task as its files are now; ConfigError without one."""
+        """The approval of the task as its files are now; NotApproved without one."""
         files = files_of(config)
         if found := self.valid.get(digest_of(config, files)):
             return found
         here = f"fedtrain task approve {self.folder.name}"
         if not (before := [each for each in self.valid.values() if each.task == config.run.task]):
-            raise ConfigError(
+            raise NotApproved(
                 f"{config.run.task} is not approved at this site. Read it ({', '.join(files)}), then: {here}"
             )
         old = before[-1].files
         changed = [name for name in sorted({*old, *files}) if old.get(name) != files.get(name)]
         what = ", ".join(changed) or ", ".join({"strategy.kind": "", **named_in(config, *STAR, *GRAPH)})
-        raise ConfigError(
+        raise NotApproved(
             f"{what} changed since {config.run.task} was approved at this site, {before[-1].at}. Read what "
             f"changed, then: {here}"
         )

@@ -46,6 +46,7 @@ class Gate:
 
     def __init__(self, emit: Emit = silent) -> None:
         self._emit = emit
+        self._told: dict[tuple[str, str], str] = {}  # by rule and kind: a reason is told once
         self.asked: dict[str, Asked] = {}
         self.given: dict[str, Given] = {}
         self.sent: dict[str, Given] = {}
@@ -74,6 +75,8 @@ class Gate:
         for rule, says in rules.items() if not isinstance(result, Failure) else ():
             if why := says(request, result):
                 return self._denied(rule, why, request)
+        if leaving and not isinstance(result, Failure):
+            self._told.clear()
         return ""
 
     def told(self, failure: Failure) -> Failure:
@@ -83,7 +86,10 @@ class Gate:
         return Failure(reason=reason)
 
     def _denied(self, rule: str, why: str, request: Request) -> str:
-        self._emit(Denied(rule=rule, what=what_of(request), round=number_of(request), reason=why))
+        what = what_of(request)
+        if self._told.get((rule, what)) != why:
+            self._told[rule, what] = why
+            self._emit(Denied(rule=rule, what=what, round=number_of(request), reason=why))
         return why
 
 

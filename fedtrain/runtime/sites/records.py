@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ...config import Config, SitePolicy
@@ -82,7 +83,9 @@ def _first(here: Path, note: Path, emit: Emit) -> Path:
             f"run.dir stays what it is."
         ))  # fmt: skip
     finally:
-        partial.unlink(missing_ok=True)
+        # On a read-only mount unlink() fails with EROFS even where there is no file.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return here
 
 

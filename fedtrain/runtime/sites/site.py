@@ -14,12 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
 from ...digest import sha256_of
-from ...errors import ConfigError, JoinRefused, TaskError, WireError
-from ...events import Emit, Notice, SiteState, noticed
+from ...errors import ConfigError, JoinRefused, NotApproved, TaskError, WireError
+from ...events import Emit, Notice, SiteRefused, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ...pki import aggregator_target
@@ -33,9 +32,8 @@ from ...store.memory import NEVER
 from ...transport.endpoints import TRANSPORTS
 from ...transport.site_link import SiteLink, longest
 from ...transport.tls import Tls
-from ...wire import PROTOCOL, decode, encode
+from ...wire import decode, encode
 from ...wire.codec import fetch_list
-from ...wire.frames import Hello
 from ..auditing import audited
 from ..journal import Journal
 from ..star.agreement import bounds_of
@@ -50,7 +48,7 @@ from .pins import pins_of
 from .records import ledger_of
 from .secure_site import SECURE_REQUESTS, SecureSite, secure_site_of
 from .spent import Spent
-from .start import checked_policy, credentials_of, folder_of
+from .start import checked_policy, credentials_of, folder_of, hello_of
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
@@ -89,6 +87,7 @@ class Site:
         self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
         self._fetched: ArenaFile | None = None  # the run's, where they are others
         self._given = False  # whether the trainer has them
+        self.over = ""  # why this process answers nothing any more, until people act here
 
     def welcomed(self, frozen: str) -> ArenaFile | None:
         """The run's frozen parameters, by their digest, when they have to be fetched: when those of this
@@ -203,6 +202,8 @@ class Site:
                 self._given = True
             return await self._ask_trainer(key, request, weights)
         except (TaskError, ConfigError) as e:  # the latter of a trainer that had to be started again
+            if isinstance(e, NotApproved):
+                self.over = str(e)
             frozen = self._frozen
             if self._fetched is not None and not self._ledger.inbox.has(
                 frozen.digest, frozen.schema.nbytes, again=True
@@ -258,8 +259,7 @@ async def run(
     """
     keep_freed()
     check_statistics(config)
-    own = folder_of(config, name)
-    current = credentials_of(config, name)
+    own, current = folder_of(config, name), credentials_of(config, name)
     credentials = current()
     policy, approvals = checked_policy(config, name, credentials), Approvals(own)
     audit = audited(config, name, emit, current)
@@ -298,9 +298,8 @@ async def run(
 
         if (about := trainer.description).confined:
             emit(Notice(text=about.confined))
-        noisy = config.privacy.noise_multiplier > 0
+        noisy, secure = config.privacy.noise_multiplier > 0, None
         spent = Spent.of_site(config, ledger.folder, emit, policy, ledger.records) if noisy else None
-        secure = None
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
             secure = secure_site_of(
@@ -320,18 +319,21 @@ async def run(
         ledger.inbox.limit = of_models + longest(about.schema)
         if config.compression.down:
             await models.keep_initial()
-        hello = Hello(
-            protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
-            frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
-            examples=None if secure else examples,
-            columns=await trainer.columns(name, form=True),
-        )  # fmt: skip
+        form = await trainer.columns(name, form=True)
+        hello = hello_of(config, about, bounds, form, None if secure else examples)
         watching = asyncio.create_task(check.watch(link.cut, current))
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down or checked else None
             reason = await link.serve(
-                hello, site.fulfil, site.welcomed, patched, agreed, audit.answer, refusal=site.refusal
+                hello,
+                site.fulfil,
+                site.welcomed,
+                patched,
+                agreed,
+                audit.answer,
+                refusal=site.refusal,
+                over=lambda: site.over,
             )
         finally:
             watching.cancel()
@@ -340,6 +342,9 @@ async def run(
             emit(Notice(text=f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"))
         journal.end(None, reason)
         return reason
+    except (JoinRefused, NotApproved) as e:
+        emit(SiteRefused(site=name, reason=str(e)))
+        raise
     finally:
         ledger.close()
         audit.close()

@@ -9,14 +9,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ... import __version__
 from ...config import Config, SitePolicy, policy_from
+from ...digest import package_digest
 from ...errors import CertificateError
 from ...messages import SiteId
 from ...pki import Credentials
 from ...pki.identity import Current
+from ...questions import Column
 from ...training.source_only import load_sources_only
 from ...training.task import Task, load_task
+from ...wire.frames import PROTOCOL, Bounds, Hello
 from ..own_code import check_beside_key
+from ..trainers.trainer_messages import Description
 from .approval import Approvals, policy_of
 from .gate import check_policy
 
@@ -44,6 +49,24 @@ def checked_policy(config: Config, name: SiteId, credentials: Credentials) -> Si
     check_policy(config, policy)
     check_beside_key(config, policy, peer=False)
     return policy
+
+
+def hello_of(
+    config: Config, about: Description, bounds: Bounds, columns: tuple[Column, ...], examples: float | None
+) -> Hello:
+    """What a site says as it joins. `examples`: how many it has; None: the aggregator is not to know."""
+    return Hello(
+        protocol=PROTOCOL,
+        version=__version__,
+        package=package_digest(),
+        task_digest=about.task_digest,
+        schema=about.schema,
+        frozen=about.frozen.schema,
+        agreed=config.agreed(),
+        bounds=bounds,
+        examples=examples,
+        columns=columns,
+    )
 
 
 def task_for(

@@ -225,7 +225,14 @@ class JoinedSites:
             self._store.join(site, hello.examples)
         serial, printed = self.callers.shown(site)
         self._emit(
-            Admitted(site=site, task_digest=hello.task_digest, serial=serial, fingerprint=printed.hex())
+            Admitted(
+                site=site,
+                task_digest=hello.task_digest,
+                serial=serial,
+                fingerprint=printed.hex(),
+                version=hello.version[:20],
+                package=hello.package[:64],
+            )
         )
         if hello.bounds is not None and self._bounds.get(site) != hello.bounds:
             self._bounds[site] = hello.bounds
