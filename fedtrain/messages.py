@@ -45,6 +45,22 @@ class Evaluate(Request, frozen=True, kw_only=True, tag=True):
     counted: int = -1  # as in Train
 
 
+class Recall(Request, frozen=True, kw_only=True, tag=True):
+    """Which model of this run, of so many rounds or more, the site was asked about last."""
+
+    round: int
+    whole: bool = False  # with the model's bytes
+
+
+class NewestModel(Message, frozen=True, kw_only=True, tag=True):
+    """The newest global model that a site holds, and over whom its results of late were summed."""
+
+    round: int = -1  # rounds done; -1: it holds none of so many
+    model: str = ""  # its SHA-256, see runtime.star.secure_terms.hash_of
+    sums: dict[str, tuple[tuple[int, tuple[SiteId, ...]], ...]] = {}  # store.ledger.Ledger.sums()
+    weights: AnyArena | None = None
+
+
 class Update(Message, frozen=True, kw_only=True, tag=True):
     """One site's contribution: how far its weights moved, and how much it counts."""
 
@@ -72,10 +88,12 @@ class Evaluation(Message, frozen=True, kw_only=True, tag=True):
         return bool(counts) and not any(counts) and not any(map(any, totals))
 
 
-class Failure(Message, frozen=True, kw_only=True, tag=True):
+class Failure(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A site could not do what it was asked; `reason` is one line without data values (S35)."""
 
     reason: str
+    final: bool = False  # by a rule of the site's own, which refuses the same request again
+    strangers: tuple[SiteId, ...] = ()  # the sites of a sum that this site has not pinned
 
 
 class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -80,6 +80,9 @@ class ClearTransport:
             raise ConnectError(f"cannot listen on {address}: {e}. Change network.listen.") from None
         return self._server.sockets[0].getsockname()[1]
 
+    def arriving(self) -> bool:
+        return False
+
     async def close(self) -> None:
         self._server.close()
         await asyncio.sleep(0)  # calls that were just accepted begin, so that they end in order

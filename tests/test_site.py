@@ -163,7 +163,10 @@ def test_a_trainer_that_cannot_be_started_again_is_a_failure_and_the_next_attemp
 
     replies = asyncio.run(ask())
     ledger.close()
-    assert replies[:2] == [Failure(reason=str(KILLED)), Failure(reason="train.device: gone")]
+    assert replies[:2] == [
+        Failure(reason=str(KILLED)),
+        Failure(reason="train.device: gone", final=True),
+    ]
     assert isinstance(replies[2], GOOD[kind])
     assert len(begun) == 4
 

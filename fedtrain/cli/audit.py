@@ -33,7 +33,16 @@ def audit() -> None:
     metavar="FILE",
     help="The audit log of another end, which keeps signed heads of this one.",
 )
-def verify_logs(config: Config, logs: tuple[str, ...], json: bool, against: tuple[Path, ...]) -> None:
+@click.option(
+    "--restored",
+    type=click.IntRange(0),
+    default=0,
+    metavar="LINE",
+    help="Lines from this one on were lost as the log was restored from a copy, once.",
+)
+def verify_logs(
+    config: Config, logs: tuple[str, ...], json: bool, against: tuple[Path, ...], restored: int
+) -> None:
     """Find lines of audit logs that were changed, left out, moved or cut off; without NAME, of all here."""
     from ..runtime.auditing import root_of, verify
     from ..tracking.audit import audit_file
@@ -45,7 +54,7 @@ def verify_logs(config: Config, logs: tuple[str, ...], json: bool, against: tupl
         raise ConfigError(f"{short(gone[0])} does not exist. Name a role that has run here, or its log.")
     if not paths:
         raise ConfigError(f"{short(folder)} has no audit log: nothing has run here yet.")
-    found = [verify(path, root_of(config), against) for path in paths]
+    found = [verify(path, root_of(config), against, restored) for path in paths]
     if json:
         print_json(found)
     else:
@@ -68,6 +77,8 @@ def _tell(found: Verdict) -> None:
         click.echo(f"  {found.torn_bytes} bytes of a line that was not finished: the process was killed")
     for line in found.disputes:
         click.echo(f"  disputed: {line}")
+    for line in found.lost:
+        click.echo(f"  restored: {line}")
     for line in found.problems:
         click.echo(f"  WRONG: {line}")
 

@@ -50,6 +50,7 @@ class AggregatorCheck:
         federation = credentials.identity.federation
         self.verifier = Verifier(credentials.root, federation, revoked=self.revoked, pinned=pinned)
         self._site, self._emit = self.verifier.trust(credentials.chain).identity.name, emit
+        self._pinned: Mapping[SiteId, str] = {} if pinned is None else pinned
         self._nonce, self._chain = b"", b""
         self._folder = Path(certs) / "sites" / self._site
 
@@ -95,12 +96,14 @@ class AggregatorCheck:
 
     async def watch(self, cut: Callable[[str], None], own: Current) -> None:
         """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate
-        counts no more, and the session of our `own` certificate when that was renewed."""
-        chain = own().chain
+        counts no more, and the session of our `own` certificate when that was renewed, or of pins that were
+        changed: the aggregator learns of both as the site joins again."""
+        before = own().chain, {**self._pinned}
         async for _ in self.revoked.reloads(self._emit, lambda: own.trouble):
-            if own().chain != chain:
-                chain = own().chain
-                cut("this site's certificate was renewed; it joins again with the new one")
+            if (now := (own().chain, {**self._pinned})) != before:
+                what = "certificate was renewed" if now[0] != before[0] else "pins were changed"
+                before = now
+                cut(f"this site's {what}; it joins again with the new one{'s' * what.startswith('pins')}")
             try:
                 if self._chain:
                     self.verifier.trust(self._chain, "aggregator")

@@ -223,11 +223,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     torn_bytes: int  # of a last line that was not finished
     disputes: list[str]  # what the log itself says that other ends hold against it, or it against them
     problems: list[str]
+    lost: list[str] = []  # what is missing because the log was restored from a copy
 
 
-def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdict:
+def verify(path: Path, root: bytes | None, others: Sequence[Path] = (), restored: int = 0) -> Verdict:
     """Check a log by itself, and against the heads of it that are in `others`, the other ends' logs. `root`:
-    the federation's, in PEM; None: signatures are not checked."""
+    the federation's, in PEM; None: signatures are not checked. `restored`: the line from which on the log was
+    lost, once, as it was restored from a copy; 0: it was not."""
     lines, heads = list(lines_of(path)), list(_heads_in(path, root))
     seals = [line.seal for line in lines]
     problems = [
@@ -250,15 +252,21 @@ def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdi
             problems.append(f"a head of {who}: {fault}")
         elif missing(head.seen):
             problems.append(f"{who} has signed that it saw a line {head.seen and head.seen[0]}, not this one")
+    lost: list[str] = []
     for other in others:
         of_this = [(head, fault) for who, head, fault in _heads_in(other, root) if who == path.stem]
         problems += [f"{other.stem} has a head of this log: {fault}" for _, fault in of_this if fault]
-        gone = [head.lines for head, _ in of_this if head is not None and missing(head.place)]
+        places = [head.place for head, _ in of_this if head is not None]
+        gone = [place[0] for place in places if missing(place)]
         if gone:
-            problems.append(
-                f"{other.stem} keeps {len(gone)} signed heads of this log that are not in it, the first of "
-                f"line {min(gone)}: the log was rewritten, or cut"
-            )
+            first, at_once = min(gone), [missing(place) for place in places].index(True)
+            what = f"{other.stem} keeps {len(gone)} signed heads of this log that are not in it, the first of"
+            once = all(map(missing, places[at_once : at_once + len(gone)]))
+            if 0 < restored <= first and once:
+                lost.append(f"{what} line {first}. All heads after them are in it")
+            else:
+                mend = f"Was the log restored from a copy then? fedtrain audit verify --restored {first}"
+                problems.append(f"{what} line {first}: the log was rewritten, or cut. {mend * once}".rstrip())
         if not of_this:
             problems.append(f"{other.stem} keeps no head of this log: nothing was checked against it")
     disputes = [line.entry.reason for line in lines if isinstance(line.entry, LogDisputed)]
@@ -267,7 +275,7 @@ def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdi
     return Verdict(
         log=path.stem, lines=len(lines), since=min(times, default=None), until=max(times, default=None),
         signed=signed.lines if signed is not None and _has_signer(path) else 0, witnessed=found,
-        torn_bytes=size, disputes=disputes, problems=problems,
+        torn_bytes=size, disputes=disputes, problems=problems, lost=lost,
     )  # fmt: skip
 
 

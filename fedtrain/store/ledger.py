@@ -25,6 +25,7 @@ from .disk import (
     Warn,
     explained,
     lock,
+    read_sealed,
     refuse_network_disk,
     sealed,
     set_aside,
@@ -116,6 +117,13 @@ class Ledger:
     def keep_newest(self, newest: Newest) -> None:
         """Say what the model in the inbox is."""
         write_whole(self.folder / NEWEST, sealed(newest), durable=False)
+
+    def newest(self) -> Newest | None:
+        """What was given to `keep_newest` last, where the model is still here and whole."""
+        try:
+            return read_sealed(self.folder / NEWEST, Newest)  # type: ignore[no-any-return]
+        except (Damaged, FileNotFoundError):
+            return None
 
     def sums(self) -> dict[str, tuple[Sum, ...]]:
         """kind -> the newest sums, the last one first, as given to `keep_sum`."""

@@ -38,7 +38,7 @@ from ..wire.codec import decode, encode, fetch_list, known
 from . import streams
 from .grpc import GrpcTransport
 from .port import Rate, Sparing
-from .star import AggregatorEnd, Pending, SiteSession
+from .star import LEAVE_S, AggregatorEnd, Pending, SiteSession
 from .tls import Tls
 
 TRANSPORTS: dict[str, Callable[[Callable[[], Tls], float], streams.Transport]] = {"grpc": GrpcTransport}
@@ -99,6 +99,8 @@ class RemoteCohort:
         self._timer: asyncio.TimerHandle | None = None
         self.bytes_in = self.bytes_out = 0
         self.port = 0
+        # Which of the sites with a session are members.
+        self.accepted: Callable[[Collection[SiteId]], Collection[SiteId]] = lambda sites: sites
 
     def _tell(self, emit: Emit, event: Event) -> None:
         try:
@@ -133,7 +135,7 @@ class RemoteCohort:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    while not self._end.deserted:
+                    while not await self._deserted():
                         await self._changed.wait()
         finally:
             if self._timer:
@@ -141,12 +143,21 @@ class RemoteCohort:
             await self._transport.close()
             self._emit.close()
 
+    async def _deserted(self) -> bool:
+        """Whether no site has yet to learn that the run is over. A site that connects just now has LEAVE_S to
+        join."""
+        if self._end.deserted and self._transport.arriving():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await self._changed.wait()
+        return self._end.deserted
+
     async def members(self, at_least: int) -> list[SiteId]:
-        await self._until(lambda: len(self._end.sessions) >= at_least)
-        return sorted(self._end.sessions)
+        await self._until(lambda: len(self.accepted(self._end.sessions)) >= at_least)
+        return sorted(self.accepted(self._end.sessions))
 
     async def newcomer(self, known: Collection[SiteId]) -> None:
-        await self._until(lambda: bool(self._end.sessions.keys() - known))
+        await self._until(lambda: not {*known}.issuperset(self.accepted(self._end.sessions)))
 
     def cut(self, site: SiteId, reason: str, final: bool = True) -> None:
         """End all that is open with a site, which is told why. The round goes on without it. `final`: the

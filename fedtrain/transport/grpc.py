@@ -95,7 +95,7 @@ class GrpcTransport:
     async def listen(self, address: str, calls: Mapping[str, Serve], emit: Emit = silent) -> int:
         most = connections()
         self._server = grpc.aio.server(options=[*channel_options(self.heartbeat_s), *server_options(most)])
-        watch = Watch(most, emit)
+        watch = self._watch = Watch(most, emit)
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(_handler(serve, watch, uploads=name == UPLOAD))
             for name, serve in calls.items()
@@ -109,6 +109,9 @@ class GrpcTransport:
         defer(port, DEFER_S)
         self._watching = asyncio.create_task(watch.run(port))
         return port
+
+    def arriving(self) -> bool:
+        return self._watch.arriving
 
     async def close(self) -> None:
         self._watching.cancel()

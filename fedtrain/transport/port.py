@@ -152,7 +152,7 @@ class Watch:
         self._arrived = deque[dict[Peer, int]]()  # connections, at the start of a handshake
         self._arrives_s = 0.0  # the time of the next look during a handshake
         self._refused: Counter[str] = Counter()  # addresses of connections that ended without a call
-        self._looked_s = self._told_s = self._refused_s = -TOLD_S
+        self._looked_s = self._told_s = self._refused_s = self._stopped_s = -TOLD_S
 
     def arrived(self) -> None:
         """A connection begins its handshake: one that is refused in it is gone before the next look.
@@ -160,6 +160,11 @@ class Watch:
         if self._port and (began := time.monotonic()) >= self._arrives_s:
             self._arrived.append(_connected(self._port, ARRIVAL_S))
             self._arrives_s = (now := time.monotonic()) + COSTS * (now - began)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a connection is there that has made no call yet."""
+        return any(not self._callers.get(peer, Caller()).name for peer in _connected(self._port))
 
     def called(self, peer: str) -> Caller:
         """A connection makes a call; `peer`: as gRPC names its other end."""
@@ -185,6 +190,8 @@ class Watch:
     def _look(self, now: float) -> None:
         seen = self._seen()  # first: a connection that comes after this line is not gone
         there, passed_s = _connected(self._port), min(now - self._looked_s, TOLD_S)
+        if passed_s == TOLD_S and self._homes:  # this process was stopped, and its sites gave up calls
+            self._stopped_s = now
         self._looked_s = now
         self._count_refused(seen, there, now)
         self._callers = {peer: self._callers.get(peer, Caller()) for peer in there}
@@ -207,6 +214,8 @@ class Watch:
     def _count_refused(self, seen: set[Peer], there: dict[Peer, int], now: float) -> None:
         """Count connections that are gone without a call, and log them by address."""
         known = {peer for peer, caller in self._callers.items() if caller.name}
+        if now - self._stopped_s <= TOLD_S:
+            known |= {peer for peer in seen if peer[0] in self._homes}
         self._refused.update(address for address, _ in seen - there.keys() - known)
         if not self._refused or now - self._refused_s <= TOLD_S:
             return

@@ -50,6 +50,9 @@ class Transport(Protocol):
         A CertificateError, Denied or WireError of a call is told to its caller, Flooding ends its connection.
         `emit` is told of callers that make no call. ConnectError when the port is in use."""
 
+    def arriving(self) -> bool:
+        """Whether a caller has connected that has made no call yet."""
+
     async def close(self) -> None:
         """Stop to listen, and cancel the calls under way."""
 

@@ -111,6 +111,11 @@ FEWEST = {"FEDTRAIN_RUN__ROUNDS": "1", "FEDTRAIN_TRAIN__LOCAL_STEPS": "2"}
 HOSPITALS = ("cleveland", "hungary", "switzerland", "va-long-beach")
 WORLDS = {
     "docs/asynchronous.md": World(first=CLINIC),
+    "docs/backup.md": World(
+        first=FEDERATION,
+        changed={"^fedtrain aggregator": "fedtrain aggregator --set network.idle=2s"},
+        env=FEW,
+    ),
     "docs/checkpoints.md": World(
         first=(*CLINIC, "fedtrain task approve", *SITES),
         before={"fedtrain aggregator --from": tuple(f"{site} --set run.name=heart2" for site in SITES)},

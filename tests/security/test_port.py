@@ -404,3 +404,28 @@ def test_who_comes_while_the_port_is_looked_at_is_not_told_as_refused(monkeypatc
     for second in (100.0, 101.0):
         watch._look(second)
     assert [event for event in told if isinstance(event, SiteRefused)] == []
+
+
+def test_an_aggregator_that_was_stopped_does_not_count_what_its_own_sites_gave_up(monkeypatch):
+    """F: it was stopped for 100 s, in which its sites called again and again, and a stranger once."""
+    site, told, here = ("10.0.0.1", 5), [], {}
+    watch = port.Watch(10, told.append)
+    watch._port = 1
+    monkeypatch.setattr(port, "_connected", lambda *_: dict(here))
+    watch.called("ipv4:10.0.0.1:5").name = "a"
+    here[site] = 0
+    watch._look(100.0)
+    gone = {("10.0.0.1", number): 0 for number in range(6, 30)} | {("10.0.0.9", 7): 0}
+    watch._arrived.append(gone)
+    watch._look(200.0)
+    watch._arrived.append({("10.0.0.1", 31): 0})
+    watch._look(200.5)
+    refused = [event.reason for event in told if isinstance(event, SiteRefused)]
+    assert [reason.partition(":")[0] for reason in refused] == ["1 connections from 10.0.0.9"]
+    watch._arrived.append({("10.0.0.1", 32): 0})
+    watch._look(208.0)
+    watch._arrived.append({("10.0.0.1", 33): 0})
+    watch._look(215.0)
+    watch._arrived.append({("10.0.0.1", 34): 0})
+    watch._look(220.0)
+    assert "connections from 10.0.0.1" in told[-1].reason, "later its refusals are counted again"

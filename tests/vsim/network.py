@@ -183,6 +183,9 @@ class SimTransport:
         self._network.server = Server(process, copy_context(), calls, self._serving)
         return 1
 
+    def arriving(self) -> bool:
+        return False
+
     async def close(self) -> None:
         if self._network.server is not None and self._network.server.process is CURRENT.get():
             self._network.server = None

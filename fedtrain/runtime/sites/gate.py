@@ -19,6 +19,8 @@ import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
+import msgspec
+
 from ...config import Config, SitePolicy
 from ...errors import ConfigError, some
 from ...events import CohortAsked, Denied, Emit, Notice, silent
@@ -51,6 +53,7 @@ class Gate:
         self.given: dict[str, Given] = {}
         self.sent: dict[str, Given] = {}
         self.models: dict[str, OfModel] = {}
+        self.strangers: Callable[[Request], tuple[SiteId, ...]] = lambda request: ()  # in its cohort
 
     def refusal(self, request: Request) -> str:
         """Why this site does not answer a request; "" when it does."""
@@ -83,7 +86,7 @@ class Gate:
         """A failure as it leaves: without this machine's folders, which its own people are told."""
         if (reason := words(failure.reason)) != failure.reason:
             self._emit(Notice(text=failure.reason))
-        return Failure(reason=reason)
+        return msgspec.structs.replace(failure, reason=reason)
 
     def _denied(self, rule: str, why: str, request: Request) -> str:
         what = what_of(request)
@@ -202,13 +205,14 @@ def hold(
             f"(its own policy.min_cohort)"
         )
 
-    def pin_members(request: Request) -> str:
+    def unpinned(request: Request) -> dict[SiteId, str]:
         terms = terms_of(request)
-        if terms is None or not policy.pin_members:
-            return ""
-        keys = {site: key.hex() for site, key in terms.cohort.items() if site != me}
-        strange = [site for site, key in sorted(keys.items()) if pinned.get(site) != key]
-        return strangers({site: keys[site] for site in strange}) if strange else ""
+        cohort = terms.cohort if terms is not None and policy.pin_members else {}
+        keys = {site: key.hex() for site, key in sorted(cohort.items()) if site != me}
+        return {site: key for site, key in keys.items() if pinned.get(site) != key}
+
+    def pin_members(request: Request) -> str:
+        return strangers(keys) if (keys := unpinned(request)) else ""
 
     def metrics(_: Request, reply: Reply) -> str:
         given = reply.metrics if isinstance(reply, Update | Evaluation) else {}
@@ -227,6 +231,7 @@ def hold(
         return few if behind < least else ""
 
     least, pinned = policy.min_examples, policy.members if pins is None else pins
+    gate.strangers = lambda request: tuple(unpinned(request))
     gate.asked |= {
         "policy.secure_sums": secure_sums,
         "policy.min_cohort": min_cohort,

@@ -20,7 +20,17 @@ from ...digest import sha256_of
 from ...errors import ConfigError, JoinRefused, NotApproved, TaskError, WireError
 from ...events import Emit, Notice, SiteRefused, SiteState, noticed
 from ...malloc import keep_freed
-from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
+from ...messages import (
+    Evaluate,
+    Failure,
+    Found,
+    NewestModel,
+    Recall,
+    Reply,
+    Request,
+    SiteId,
+    Train,
+)
 from ...pki import aggregator_target
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
@@ -52,7 +62,7 @@ from .start import checked_policy, credentials_of, folder_of, hello_of
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
-REQUESTS = Train | Evaluate | Describe | Tally  # in the open
+REQUESTS = Train | Evaluate | Describe | Tally | Recall  # in the open
 MODELS = 4  # in the inbox at most, beside patches: in training, coming, the base of a patch, a spare one
 
 
@@ -111,9 +121,13 @@ class Site:
         """The reply to what this site does not answer, before a byte that the request names is fetched."""
         for arena in fetch_list(request):
             if difference := self._schema.difference(arena.schema):
-                return Failure(reason=f"the aggregator's model is not this site's: {difference}")
+                return self._refused(f"the aggregator's model is not this site's: {difference}")
         why = self._gate.refusal(request)
-        return Failure(reason=f"{self._name} refuses: {why}") if why else None
+        return self._refused(why, self._gate.strangers(request)) if why else None
+
+    def _refused(self, why: str, strangers: tuple[SiteId, ...] = ()) -> Failure:
+        """The reply of a site that a rule of its own keeps from answering."""
+        return Failure(reason=f"{self._name} refuses: {why}", final=True, strangers=strangers)
 
     async def answer(self, request: Request) -> Reply:
         return self.refusal(request) or await self.fulfil(request)
@@ -123,7 +137,7 @@ class Site:
         the same reply; but a failure is no reply to another attempt, which has the work done anew."""
         reply = await self._answer(request)
         if why := self._gate.withheld(request, reply, leaving=True):
-            return Failure(reason=f"{self._name} refuses: {why}")
+            return self._refused(why)
         return self._gate.told(reply) if isinstance(reply, Failure) else reply
 
     async def _answer(self, request: Request) -> Reply:
@@ -141,17 +155,33 @@ class Site:
                 return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
+            case Recall(), _:
+                return await self._recalled(request)
             case Describe() | Tally(), _ if self._statistics is not None:
                 return await self._statistics.answer(request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
 
+    async def _recalled(self, request: Recall) -> NewestModel:
+        """The newest model that this site was asked about, as it lies here."""
+        newest, inbox = self._ledger.newest(), self._ledger.inbox
+        if (
+            newest is None
+            or newest.round < request.round
+            or not inbox.has(newest.weights, self._schema.nbytes)
+        ):
+            return NewestModel()
+        weights = ArenaFile(self._schema, inbox.file(newest.weights), newest.weights)
+        model = await asyncio.to_thread(hash_of, weights, all_cores(), await self._bound())
+        sent = weights if request.whole else None
+        return NewestModel(round=newest.round, model=model.hex(), sums=self._ledger.sums(), weights=sent)
+
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, if it may leave."""
         if why := self._gate.unfit(request, model):
-            return Failure(reason=f"{self._name} refuses: {why}")
+            return self._refused(why)
         found = await self._found(request, model)
         why = self._gate.withheld(request, found)
-        return Failure(reason=f"{self._name} refuses: {why}") if why else found
+        return self._refused(why) if why else found
 
     async def _found(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
@@ -191,10 +221,8 @@ class Site:
     async def _work(self, key: str, request: Train | Evaluate) -> Found:
         weights = request.weights
         assert isinstance(weights, ArenaFile)
-        if self._personal:
-            self._ledger.keep_newest(
-                Newest(request.round, weights.digest, self._frozen.digest, request.counted)
-            )
+        newest = Newest(request.round, weights.digest, self._frozen.digest, request.counted)
+        self._ledger.keep_newest(newest)
         self._ledger.inbox.keep_only([weights.digest, self._frozen.digest])
         try:
             if self._fetched is not None and not self._given:
@@ -209,7 +237,7 @@ class Site:
                 frozen.digest, frozen.schema.nbytes, again=True
             ):
                 raise WireError("the frozen parameters were damaged here: they are fetched again") from e
-            return Failure(reason=str(e))
+            return Failure(reason=str(e), final=isinstance(e, ConfigError))
 
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
         if isinstance(request, Evaluate):
@@ -286,7 +314,7 @@ async def run(
             address=address,
             target=target,
             inbox=ledger.inbox,
-            requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
+            requests=SECURE_REQUESTS | Recall if config.secagg.enabled else REQUESTS,
             trust=check,
             emit=emit,
             session_s=policy.session,
@@ -338,7 +366,7 @@ async def run(
         finally:
             watching.cancel()
             await site.close()
-        if (ledger.folder / NEWEST).exists():
+        if about.personal and (ledger.folder / NEWEST).exists():
             emit(Notice(text=f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"))
         journal.end(None, reason)
         return reason

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...config import Config
@@ -13,7 +14,7 @@ from ...events import Admitted, Emit, Notice, noticed
 from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
-from ...messages import Found, Metrics, Reply, Request, SiteId
+from ...messages import Found, Metrics, NewestModel, Recall, Reply, Request, SiteId
 from ...pki import renewal
 from ...pki.callers import Callers
 from ...pki.identity import Current
@@ -41,6 +42,9 @@ from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .enough import closing_early
 from .held_out import HeldOut, held_out
+from .mutual import Mutual
+from .restored import admit as admit_newest
+from .restored import caught_up
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ async def serve(
                 result = await federated.run(
                     star.journal, star.answers, star.strategy,
                     evaluate_at=evaluators, shown=shown, at_server=at_server,
+                    catch_up=partial(caught_up, star.journal, star.cohort),
                 )  # fmt: skip
         star.journal.finish(result)
         lineage.sign(config, result.run_dir / "model")
@@ -133,6 +138,8 @@ async def listening(
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
         answers = joined.answers(early(config, cohort), early(config, openly))
+        if isinstance(answers, secure_rounds.UnderMasks):
+            joined.mutual, cohort.accepted = answers.mutual, answers.mutual.accepted
         own = None
         if training:
             own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
@@ -169,6 +176,7 @@ class JoinedSites:
         self.callers = Callers(credentials(), config.root / config.network.certs)
         self._bounds: dict[SiteId, Bounds] = {}
         self._columns: dict[SiteId, tuple[Column, ...]] = {}  # in the order of joining
+        self.mutual: Mutual | None = None  # under masks, which sites refuse which
         codec = compressed.up_codec(config, schema)
         self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
         self._longest = 0
@@ -178,7 +186,7 @@ class JoinedSites:
     def cohort(self, witness: Callable[[SiteId, AuditHead], None]) -> RemoteCohort:
         """The sites as they are asked over the network; `witness` is told how their audit logs stand."""
         config = self._config
-        replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described
+        replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described | NewestModel
         return RemoteCohort(
             TRANSPORTS["grpc"](lambda: Tls(*self._credentials.parts()), config.network.heartbeat),
             listen=config.network.listen,
@@ -224,6 +232,8 @@ class JoinedSites:
         if before is None:
             self._store.join(site, hello.examples)
         serial, printed = self.callers.shown(site)
+        if self.mutual is not None:
+            self.mutual.forget(site, printed)
         self._emit(
             Admitted(
                 site=site,
@@ -243,7 +253,11 @@ class JoinedSites:
     def _admit(self, site: SiteId, request: Request, reply: Reply) -> None:
         """BadUpdate for a reply whose header alone shows that it can't be used."""
         masks = self._config.secagg.enabled
-        if isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
+        if self.mutual is not None:
+            self.mutual.hear(site, request, reply)
+        if isinstance(request, Recall):
+            admit_newest(reply, self._schema)
+        elif isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
             statistics.admit(request, reply)
         elif masks:
             secure_rounds.admit(request, reply, self._longest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,8 @@ from .gathered import Aggregate
 from .guard import REMEMBERED, RESTS
 from .secure_terms import least_sites
 
+CatchUp = Callable[[Checkpoint, CentralNoise | None], Awaitable[Checkpoint]]
+
 
 async def run(
     journal: Journal,
@@ -46,16 +48,20 @@ async def run(
     evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
     at_server: AtServer = no_data,
+    catch_up: CatchUp | None = None,
 ) -> Result:
     """Rounds until run.rounds, an early stop, or TooFewSites; the journal's store holds the initial model.
 
     `evaluate_at`: who evaluates (a simulation evaluates pooled data once).
     `shown`: what the task makes of an evaluation.
     `at_server`: what a model is worth on data that the server holds.
+    `catch_up`: a later round than the store has, where sites hold its model.
     """
     cohort, need = answers.cohort, journal.config.strategy.min_sites
     noise, journal.traffic = central_noise(journal, strategy), cohort
     checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
+    if catch_up is not None:
+        checkpoint = at_hand(journal.store, await catch_up(checkpoint, noise))
     while True:
         number = checkpoint.round
         if journal.evaluation_is_due(number):

@@ -36,6 +36,7 @@ from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
+from .mutual import EndsEarly, Mutual, Strangers
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class UnderMasks:
         check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
+        self.mutual = Mutual(cohort, emit, store)
         self._look = SumCheck(config, emit, extras)
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
@@ -250,7 +252,8 @@ class UnderMasks:
         again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One sum, and the sites in it.
+        """One sum, and the sites in it. Where sites refuse by rules of their own, and too few are left for
+        the sum, it is had of those that accept each other and refuse nothing.
 
         Args:
             schema: Of the updates that are summed; None: metrics are.
@@ -260,31 +263,39 @@ class UnderMasks:
             again: These very sites were in such a sum before: each is waited for until the deadline.
             whole: No site may drop out.
         """
-        cohort = await self._cohort(sites)
-        encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
-        terms = self._terms(plan, cohort, encoding)
-        if whole and len(cohort) < len(sites):
-            raise TooFewSites("secure sum", len(cohort), len(sites))
-        if whole:
-            terms = msgspec.structs.replace(terms, quorum=len(sites))
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
-        try:
-            masked = await masked_sum(
-                Patient(waiting_for_all(self.cohort) if again else self.cohort),
-                terms,
-                model,
-                requests(terms),
-                self._verifier.verify,
-                deadline_s=deadline_s,
-                step_deadline_s=deadline_s,
-                in_thread=asyncio.to_thread,
-                parallel=self._parallel,
-            )
-            settle(plan, masked.sites)
-            found = await masked.unmask()
-        except Unfinished as e:
-            self._tell_dropped(plan.round + training, e.dropped)
-            raise
+        while True:
+            cohort = await self._cohort(sites if again or whole else await self._accepted(sites))
+            encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
+            terms = self._terms(plan, cohort, encoding)
+            if whole and len(cohort) < len(sites):
+                raise TooFewSites("secure sum", len(cohort), len(sites))
+            if whole:
+                terms = msgspec.structs.replace(terms, quorum=len(sites))
+            try:
+                masked = await masked_sum(
+                    Patient(waiting_for_all(self.cohort) if again else EndsEarly(self.cohort, self.mutual)),
+                    terms,
+                    model,
+                    requests(terms),
+                    self._verifier.verify,
+                    deadline_s=deadline_s,
+                    step_deadline_s=deadline_s,
+                    in_thread=asyncio.to_thread,
+                    parallel=self._parallel,
+                )
+                settle(plan, masked.sites)
+                found = await masked.unmask()
+            except Strangers:
+                if again or whole:
+                    raise
+            except Unfinished as e:
+                self._tell_dropped(plan.round + training, e.dropped)
+                sites = [site for site in cohort if site not in self.mutual.declined]
+                if again or whole or not self._policy.min_sites <= len(sites) < len(cohort):
+                    raise
+            else:
+                break
         self._tell(plan, found, training=training)
         if terms.verify and self._store is not None:  # a simulation has no sites to be shown anything
             self._shown = msg.shown(terms.sid(model), found.vector)
@@ -296,6 +307,14 @@ class UnderMasks:
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
+
+    async def _accepted(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
+        """Those of the sites that accept each other. Where they are too few for a sum, and all sites that are
+        here are, waits until people have pinned enough of them."""
+        self.mutual.declined.difference_update(sites)
+        if len(self.mutual.accepted(sites)) < self._policy.min_sites <= len(sites):
+            await self.cohort.members(self._policy.min_sites)
+        return sorted(self.mutual.accepted(sites))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others

@@ -77,7 +77,6 @@ async def collect(
         _refuse_changes(
             config, asked.min_cell, asked.bins, masks=not asked.openly, masks_now=not tallies.openly
         )
-    keep = partial(kept.write, asked)
     while True:
         survey = surveys(asked.columns, asked.sites, asked.bins, openly=asked.openly)
         questions = next(survey)
@@ -91,9 +90,17 @@ async def collect(
         emit(Notice(text=f"statistics: question {number + 1} of {rounds(len(asked.columns))}"))
         tally = Tally(id=f"{config.run.name}/{number}/0/statistics", round=number,
                       question=Question(), min_cell=asked.min_cell)  # fmt: skip
-        answers = await tallies.ask(tally, questions, asked, keep)
+        try:
+            answers = await tallies.ask(tally, questions, asked, partial(kept.write, asked))
+        except TooFewSites:
+            if asked.settled or {*await cohort.members(0)} <= {*asked.sites}:
+                raise
+            asked = await _begin(
+                config, cohort, tallies.openly, emit, allowed
+            )  # with those that are here now
+            continue
         asked.answers.append({site: answers[site] for site in sorted(answers)})
-        keep()
+        kept.write(asked)
     statistics = report(
         config.run.name, found, asked.sites, asked.min_cell, asked.bins,
         masks=not asked.openly, left_out=asked.left_out,

@@ -1,0 +1,121 @@
+"""The sites of a cohort that accept each other in secure sums (policy.pin_members), and which are left out.
+
+A site refuses a sum with a site that it has not pinned, and names it. From then on the members of the cohort
+are the largest set of sites of which none refuses another. Where two sets are as large, sites that are in
+the model already count more than newcomers, and the site that is refused more than the site that refuses.
+What a site refused is forgotten when it joins again, as it does when its pins change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+
+from ...errors import SecAggError, some
+from ...events import Emit, Notice
+from ...exchange import Cohort, CohortWrapper
+from ...messages import Failure, Reply, Request, SiteId
+from ...secagg.messages import Terms
+from ...store import RunStore
+
+GRACE_S = 0.5  # how long further refusals may still come after the first one
+EXACT = 20  # sites that refuse or are refused: of so many the largest set is found, of more a large one
+Pair = tuple[SiteId, SiteId]  # the site that refuses, and the other one
+
+
+class Strangers(SecAggError):
+    """Sites of a sum refuse each other: it can be had of those that accept each other."""
+
+
+class Mutual:
+    """Which sites refuse which, and who is left out for that."""
+
+    def __init__(self, cohort: Cohort, emit: Emit, store: RunStore | None) -> None:
+        self._cohort, self._emit, self._store = cohort, emit, store
+        self.refusals: dict[Pair, bytes] = {}  # with the key that is refused
+        self._reported: dict[SiteId, str] = {}  # why a site is left out, as it was logged last
+        self.declined: set[SiteId] = set()  # by their own rules, what they were last asked for
+
+    def hear(self, site: SiteId, request: Request, reply: Reply) -> None:
+        """A site's reply, as it comes."""
+        if isinstance(reply, Failure) and isinstance(terms := getattr(request, "terms", None), Terms):
+            cohort = {other: key for other, key in terms.cohort.items() if other != site}
+            self.refusals |= {(site, other): cohort[other] for other in reply.strangers if other in cohort}
+            self.declined |= {site} if reply.final else set()
+
+    def forget(self, site: SiteId, key: bytes) -> None:
+        """A site joins, with this key and perhaps with other pins than before."""
+        self.refusals = {
+            (refuses, other): refused
+            for (refuses, other), refused in self.refusals.items()
+            if refuses != site and (other != site or refused == key)
+        }
+
+    def accepted(self, sites: Collection[SiteId]) -> Collection[SiteId]:
+        """The largest set of these sites that accept each other. Who is left out is told why, once for each
+        reason, here and there."""
+        here = {*sites} if self.refusals else set()
+        pairs = [pair for pair in sorted(self.refusals) if here.issuperset(pair)]
+        if not pairs:
+            return sites
+        inside = {} if self._store is None else self._store.counted(sites)
+
+        def worth(found: Collection[SiteId]) -> tuple[int, ...]:
+            return len(found), len(inside.keys() & found), -len({site for site, _ in pairs} & {*found})
+
+        kept = largest(frozenset(here), pairs, worth)
+        for site in sorted(here - kept):
+            if (why := self._why(site, pairs)) != self._reported.get(site):
+                self._reported[site] = why
+                self._emit(Notice(text=f"{site} is left out of the sums: {why}"))
+                self._cohort.tell(site, f"this site is left out of the sums: {why}")
+        return sorted(kept)
+
+    def _why(self, site: SiteId, pairs: Sequence[Pair]) -> str:
+        if by := [pair for pair in pairs if pair[1] == site]:
+            return (
+                f"not pinned at {some([other for other, _ in by])} (policy.pin_members). If `fedtrain policy "
+                f"show` prints this key at {site}, run there: fedtrain policy pin {site}="
+                f"{self.refusals[by[0]].hex()}"
+            )
+        refused = [other for refuses, other in pairs if refuses == site]
+        return f"it has not pinned {some(refused)} (its own policy.pin_members)"
+
+
+class EndsEarly(CohortWrapper):
+    """The exchanges of a cohort, which end with Strangers where a site refuses another one of them."""
+
+    def __init__(self, cohort: Cohort, mutual: Mutual) -> None:
+        super().__init__(cohort)
+        self._mutual = mutual
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
+            async for site, reply in replies:
+                if isinstance(reply, Failure) and any(
+                    (site, each) in self._mutual.refusals for each in requests
+                ):
+                    await asyncio.sleep(GRACE_S)  # other sites' refusals are heard meanwhile
+                    raise Strangers(reply.reason)
+                yield site, reply
+
+
+def largest(
+    sites: frozenset[SiteId], pairs: Sequence[Pair], worth: Callable[[Collection[SiteId]], tuple[int, ...]]
+) -> frozenset[SiteId]:
+    """The set of these sites without a pair that is worth most; where more than EXACT sites are in pairs, one
+    that is large. The same for the same sites."""
+    left = [pair for pair in pairs if sites.issuperset(pair)]
+    degree = Counter(site for pair in left for site in pair)
+    if not left:
+        return sites
+    most = max(sorted(degree), key=lambda site: (degree[site], *(-each for each in worth([site]))))
+    without = largest(sites - {most}, left, worth)
+    if len(degree) > EXACT:
+        return without
+    others = {site for pair in left if most in pair for site in pair} - {most}
+    return max(without, largest(sites - others, left, worth), key=worth)
