@@ -279,6 +279,10 @@ class Journal:
         rounds = agreed.state.get(AGREED_ROUNDS)  # earlier versions have kept none
         return rounds is not None and int(rounds) == self.config.run.rounds
 
+    def goes_on(self, number: int) -> bool:
+        """Whether the run was begun by an earlier process, and isn't over after `number` rounds."""
+        return (number > 0 or self.store.plan(0) is not None) and self.reason_to_stop(number) is None
+
     def result(self, number: int, reason: str) -> Result:
         """How the run ended after `number` rounds."""
         store = self.store

@@ -119,10 +119,11 @@ class Ledger:
         write_whole(self.folder / NEWEST, sealed(newest), durable=False)
 
     def newest(self) -> Newest | None:
-        """What was given to `keep_newest` last, where the model is still here and whole."""
+        """What was given to `keep_newest` last; None where that is gone or damaged: the next one is kept."""
+        path = self.folder / NEWEST
         try:
-            return read_sealed(self.folder / NEWEST, Newest)  # type: ignore[no-any-return]
-        except (Damaged, FileNotFoundError):
+            return read_sealed(path, Newest) if path.exists() else None
+        except Damaged:
             return None
 
     def sums(self) -> dict[str, tuple[Sum, ...]]:

@@ -20,17 +20,7 @@ from ...digest import sha256_of
 from ...errors import ConfigError, JoinRefused, NotApproved, TaskError, WireError
 from ...events import Emit, Notice, SiteRefused, SiteState, noticed
 from ...malloc import keep_freed
-from ...messages import (
-    Evaluate,
-    Failure,
-    Found,
-    NewestModel,
-    Recall,
-    Reply,
-    Request,
-    SiteId,
-    Train,
-)
+from ...messages import Evaluate, Failure, Found, Recall, Reply, Request, SiteId, Train
 from ...pki import aggregator_target
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
@@ -47,6 +37,7 @@ from ...wire.codec import fetch_list
 from ..auditing import audited
 from ..journal import Journal
 from ..star.agreement import bounds_of
+from ..star.restored import newest_model
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
@@ -156,24 +147,10 @@ class Site:
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
             case Recall(), _:
-                return await self._recalled(request)
+                return await newest_model(request, self._ledger, self._schema, await self._bound())
             case Describe() | Tally(), _ if self._statistics is not None:
                 return await self._statistics.answer(request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
-
-    async def _recalled(self, request: Recall) -> NewestModel:
-        """The newest model that this site was asked about, as it lies here."""
-        newest, inbox = self._ledger.newest(), self._ledger.inbox
-        if (
-            newest is None
-            or newest.round < request.round
-            or not inbox.has(newest.weights, self._schema.nbytes)
-        ):
-            return NewestModel()
-        weights = ArenaFile(self._schema, inbox.file(newest.weights), newest.weights)
-        model = await asyncio.to_thread(hash_of, weights, all_cores(), await self._bound())
-        sent = weights if request.whole else None
-        return NewestModel(round=newest.round, model=model.hex(), sums=self._ledger.sums(), weights=sent)
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, if it may leave."""

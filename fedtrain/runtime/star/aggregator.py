@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -138,8 +138,7 @@ async def listening(
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
         answers = joined.answers(early(config, cohort), early(config, openly))
-        if isinstance(answers, secure_rounds.UnderMasks):
-            joined.mutual, cohort.accepted = answers.mutual, answers.mutual.accepted
+        cohort.accepted = joined.accepted
         own = None
         if training:
             own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
@@ -202,11 +201,17 @@ class JoinedSites:
         """How the sites' answers become one; `openly` is the cohort whose updates come as they are."""
         if not self._config.secagg.enabled:
             return InTheOpen(self._config, openly, self._emit, self._extras)
-        return secure_rounds.UnderMasks(
+        masked = secure_rounds.UnderMasks(
             self._config, cohort, self._emit, federation=self._credentials().identity.federation,
             callers=self.callers, verifier=self.callers.verifier, store=self._store, parallel=all_cores(),
             frozen=self._store.frozen.sha256, extras=self._extras,
         )  # fmt: skip
+        self.mutual = masked.mutual
+        return masked
+
+    def accepted(self, sites: Collection[SiteId]) -> Collection[SiteId]:
+        """The sites without those that are left out, see mutual.py."""
+        return sites if self.mutual is None else self.mutual.accepted(sites)
 
     def evaluators(self, number: int, members: Sequence[SiteId]) -> list[SiteId]:
         """The members that evaluate in this round by their own settings too."""

@@ -60,7 +60,7 @@ async def run(
     cohort, need = answers.cohort, journal.config.strategy.min_sites
     noise, journal.traffic = central_noise(journal, strategy), cohort
     checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
-    if catch_up is not None:
+    if catch_up is not None and journal.goes_on(checkpoint.round):
         checkpoint = at_hand(journal.store, await catch_up(checkpoint, noise))
     while True:
         number = checkpoint.round

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from ...errors import SecAggError, some
 from ...events import Emit, Notice
-from ...exchange import Cohort, CohortWrapper
+from ...exchange import Cohort
 from ...messages import Failure, Reply, Request, SiteId
 from ...secagg.messages import Terms
 from ...store import RunStore
 
 GRACE_S = 0.5  # how long further refusals may still come after the first one
+SPARE_S = 0.25  # how long replies may still come that are not needed any more
 EXACT = 20  # sites that refuse or are refused: of so many the largest set is found, of more a large one
 Pair = tuple[SiteId, SiteId]  # the site that refuses, and the other one
 
@@ -34,7 +35,7 @@ class Mutual:
 
     def __init__(self, cohort: Cohort, emit: Emit, store: RunStore | None) -> None:
         self._cohort, self._emit, self._store = cohort, emit, store
-        self.refusals: dict[Pair, bytes] = {}  # with the key that is refused
+        self._refusals: dict[Pair, bytes] = {}  # with the key that is refused
         self._reported: dict[SiteId, str] = {}  # why a site is left out, as it was logged last
         self.declined: set[SiteId] = set()  # by their own rules, what they were last asked for
 
@@ -42,22 +43,34 @@ class Mutual:
         """A site's reply, as it comes."""
         if isinstance(reply, Failure) and isinstance(terms := getattr(request, "terms", None), Terms):
             cohort = {other: key for other, key in terms.cohort.items() if other != site}
-            self.refusals |= {(site, other): cohort[other] for other in reply.strangers if other in cohort}
+            self._refusals |= {(site, other): cohort[other] for other in reply.strangers if other in cohort}
             self.declined |= {site} if reply.final else set()
 
     def forget(self, site: SiteId, key: bytes) -> None:
         """A site joins, with this key and perhaps with other pins than before."""
-        self.refusals = {
+        self._refusals = {
             (refuses, other): refused
-            for (refuses, other), refused in self.refusals.items()
+            for (refuses, other), refused in self._refusals.items()
             if refuses != site and (other != site or refused == key)
         }
+
+    def refuses(self, site: SiteId, others: Collection[SiteId]) -> bool:
+        """Whether a site is known to refuse one of the others."""
+        return any((site, other) in self._refusals for other in others)
+
+    async def of(self, sites: Sequence[SiteId], least: int) -> Sequence[SiteId]:
+        """Those of the sites that accept each other. Where no `least` sites that are here do, waits until
+        people have pinned them."""
+        self.declined.difference_update(sites)
+        if len(self.accepted(sites)) < least <= len(sites):
+            await self._cohort.members(least)
+        return sorted(self.accepted(sites))
 
     def accepted(self, sites: Collection[SiteId]) -> Collection[SiteId]:
         """The largest set of these sites that accept each other. Who is left out is told why, once for each
         reason, here and there."""
-        here = {*sites} if self.refusals else set()
-        pairs = [pair for pair in sorted(self.refusals) if here.issuperset(pair)]
+        here = {*sites} if self._refusals else set()
+        pairs = [pair for pair in sorted(self._refusals) if here.issuperset(pair)]
         if not pairs:
             return sites
         inside = {} if self._store is None else self._store.counted(sites)
@@ -78,30 +91,36 @@ class Mutual:
             return (
                 f"not pinned at {some([other for other, _ in by])} (policy.pin_members). If `fedtrain policy "
                 f"show` prints this key at {site}, run there: fedtrain policy pin {site}="
-                f"{self.refusals[by[0]].hex()}"
+                f"{self._refusals[by[0]].hex()}"
             )
         refused = [other for refuses, other in pairs if refuses == site]
         return f"it has not pinned {some(refused)} (its own policy.pin_members)"
 
 
-class EndsEarly(CohortWrapper):
-    """The exchanges of a cohort, which end with Strangers where a site refuses another one of them."""
+class SumExchanges:
+    """A cohort's exchanges for secure sums. They end with Strangers where a site refuses another one of them;
+    and where the caller has enough replies, they wait SPARE_S for the others, since to cut those off costs
+    more."""
 
     def __init__(self, cohort: Cohort, mutual: Mutual) -> None:
-        super().__init__(cohort)
-        self._mutual = mutual
+        self._cohort, self._mutual = cohort, mutual
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
-            async for site, reply in replies:
-                if isinstance(reply, Failure) and any(
-                    (site, each) in self._mutual.refusals for each in requests
-                ):
-                    await asyncio.sleep(GRACE_S)  # other sites' refusals are heard meanwhile
-                    raise Strangers(reply.reason)
-                yield site, reply
+        async with aclosing(self._cohort.exchange(requests, deadline_s)) as replies:
+            try:
+                async for site, reply in replies:
+                    if isinstance(reply, Failure) and self._mutual.refuses(site, requests):
+                        await asyncio.sleep(GRACE_S)  # other sites' refusals are heard meanwhile
+                        raise Strangers(reply.reason)
+                    yield site, reply
+            except GeneratorExit:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SPARE_S):
+                        async for _ in replies:
+                            pass
+                raise
 
 
 def largest(

@@ -20,7 +20,7 @@ from ...exchange import Cohort, gather
 from ...messages import Failure, NewestModel, Recall, Reply, SiteId
 from ...schema import Schema
 from ...secagg.messages import Advertise, AdvertiseEvaluation
-from ...store import Checkpoint
+from ...store import Checkpoint, Ledger
 from ..journal import Journal, Lap
 from .central_noise import CentralNoise
 from .secure_terms import hash_of
@@ -29,10 +29,8 @@ from .secure_terms import hash_of
 async def caught_up(
     journal: Journal, cohort: Cohort, checkpoint: Checkpoint, noise: CentralNoise | None
 ) -> Checkpoint:
-    """The last committed round; a later one where most sites hold its model."""
+    """The last committed round of a run that goes on; a later one where most sites hold its model."""
     config, store, lap, own = journal.config, journal.store, Lap(), checkpoint.round
-    if (own == 0 and store.plan(0) is None) or journal.reason_to_stop(own):
-        return checkpoint  # the run begins now, or is over
     sites, idle_s = await cohort.members(config.strategy.min_sites), float(config.network.idle)
     request = Recall(id=f"{config.run.name}/{own}/0/recall", round=own)
     replies = await gather(cohort, dict.fromkeys(sites, request), idle_s)
@@ -71,6 +69,18 @@ async def caught_up(
                 store.opens(number, [summed], evaluation=evaluation)
         break
     return checkpoint
+
+
+async def newest_model(request: Recall, ledger: Ledger, schema: Schema, frozen: str) -> NewestModel:
+    """A site's reply: the newest model that it was asked about, as it lies there. `frozen`: SHA-256 of the
+    run's frozen parameters."""
+    newest, inbox = ledger.newest(), ledger.inbox
+    if newest is None or newest.round < request.round or not inbox.has(newest.weights, schema.nbytes):
+        return NewestModel()
+    weights = ArenaFile(schema, inbox.file(newest.weights), newest.weights)
+    model = await asyncio.to_thread(hash_of, weights, frozen=frozen)
+    sent = weights if request.whole else None
+    return NewestModel(round=newest.round, model=model.hex(), sums=ledger.sums(), weights=sent)
 
 
 def over(said: Iterable[NewestModel], kind: str, number: int) -> tuple[SiteId, ...]:

@@ -30,18 +30,18 @@ from ...secagg.masking import Parallel, serial
 from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
-from ...transport.patient import Patient
 from .answers import NOBODY, Counted, SumCheck, check_failures, rule_of
 from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
-from .mutual import EndsEarly, Mutual, Strangers
+from .mutual import Mutual, Strangers, SumExchanges
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
     import torch
 
+PAUSE_S = 0.25  # before another attempt at an evaluation; twice as long before each further one
 REPLIES = msg.Keys | msg.Shares | msg.Masked | msg.Agreed | msg.Unmasked | Failure
 
 
@@ -200,6 +200,7 @@ class UnderMasks:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             if attempt:  # some may be gone
+                await asyncio.sleep(min(PAUSE_S * 2**attempt, self._config.network.idle))
                 await self.cohort.members(self._config.strategy.min_sites)
             settled = self._evaluation.of(number)
             plan = RoundPlan(number, attempt, list(settled[-1] if settled else sites))
@@ -252,8 +253,7 @@ class UnderMasks:
         again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One sum, and the sites in it. Where sites refuse by rules of their own, and too few are left for
-        the sum, it is had of those that accept each other and refuse nothing.
+        """One sum, and the sites in it: of those that accept each other, and refuse nothing by own rules.
 
         Args:
             schema: Of the updates that are summed; None: metrics are.
@@ -265,7 +265,8 @@ class UnderMasks:
         """
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
         while True:
-            cohort = await self._cohort(sites if again or whole else await self._accepted(sites))
+            asked = sites if again or whole else await self.mutual.of(sites, self._policy.min_sites)
+            cohort = await self._cohort(asked)
             encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
             terms = self._terms(plan, cohort, encoding)
             if whole and len(cohort) < len(sites):
@@ -274,16 +275,10 @@ class UnderMasks:
                 terms = msgspec.structs.replace(terms, quorum=len(sites))
             try:
                 masked = await masked_sum(
-                    Patient(waiting_for_all(self.cohort) if again else EndsEarly(self.cohort, self.mutual)),
-                    terms,
-                    model,
-                    requests(terms),
-                    self._verifier.verify,
-                    deadline_s=deadline_s,
-                    step_deadline_s=deadline_s,
-                    in_thread=asyncio.to_thread,
-                    parallel=self._parallel,
-                )
+                    SumExchanges(waiting_for_all(self.cohort) if again else self.cohort, self.mutual),
+                    terms, model, requests(terms), self._verifier.verify, deadline_s=deadline_s,
+                    step_deadline_s=deadline_s, in_thread=asyncio.to_thread, parallel=self._parallel,
+                )  # fmt: skip
                 settle(plan, masked.sites)
                 found = await masked.unmask()
             except Strangers:
@@ -307,14 +302,6 @@ class UnderMasks:
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
-
-    async def _accepted(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
-        """Those of the sites that accept each other. Where they are too few for a sum, and all sites that are
-        here are, waits until people have pinned enough of them."""
-        self.mutual.declined.difference_update(sites)
-        if len(self.mutual.accepted(sites)) < self._policy.min_sites <= len(sites):
-            await self.cohort.members(self._policy.min_sites)
-        return sorted(self.mutual.accepted(sites))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others
