@@ -127,7 +127,7 @@ def may_be_quiet(file: Path, damage: Callable[[Path, bytes], None], used: Collec
     """Whether a damage takes nothing that anybody uses, so that nobody need be told. `used`: what is read of
     folders that also have older files."""
     return (
-        file.name in ("lock", "free", "events.jsonl", "released", "data.txt")
+        file.name in ("lock", "free", "events.jsonl", "released", "opened", "data.txt")
         or file.name.endswith((".part", ".at", "-shm", "-wal"))  # sent again; SQLite's own
         or bool({"train", "ranks"} & {*file.parts})  # written anew before it is read; read by people alone
         or (bool({"blobs", "inbox", "outbox", "checkpoints"} & {*file.parts}) and file not in used)

@@ -80,7 +80,7 @@ def test_the_mean_is_the_exact_one_rounded():
 
 @settings(max_examples=25, deadline=None)
 @given(arrival=st.permutations(range(5)))
-def test_the_order_of_arrival_changes_no_bit(arrival):
+def test_s34_the_order_of_arrival_changes_no_bit(arrival):
     sites, updates = [f"site-{i}" for i in range(5)], some_updates()
 
     async def arrive():

@@ -161,6 +161,16 @@ def test_every_test_that_the_security_page_cites_is_there():
     assert missing == []
 
 
+def test_each_number_of_the_security_page_has_a_test_of_that_number():
+    """S1 to S40: a row of the page, which names a test whose own name begins with the number."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = {int(number): "" for number in re.findall(r"^\| S(\d+) \|", page, re.M)}
+    for number in rows:
+        rows[number] = "".join(re.findall(rf"^\| S{number} \|.*", page, re.M))
+    assert sorted(rows) == [*range(1, 41)]
+    assert [n for n, row in rows.items() if not re.search(rf"::test_(s\d+_)*s0?{n}_", row)] == []
+
+
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/simulation.md"])
 def test_files_and_tests_that_other_pages_name_are_there(page):
     text = (ROOT / page).read_text()

@@ -104,7 +104,7 @@ class Shuffled(LocalCohort):
 
 
 @pytest.mark.parametrize("kind", ["fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
-def test_the_order_of_arrival_changes_no_bit(tmp_path, kind):
+def test_s34_the_order_of_arrival_changes_no_bit(tmp_path, kind):
     digests = set()
     for seed in range(3):
         cfg = config(tmp_path / str(seed), strategy={"kind": kind})

@@ -100,7 +100,7 @@ def test_rows_that_are_no_sites_have_no_root():
 # --- rounds
 
 
-def test_the_order_of_arrival_changes_no_bit(tmp_path):
+def test_s34_the_order_of_arrival_changes_no_bit(tmp_path):
     digests = {
         run(config(tmp_path / str(seed), **OPEN), Shuffled(handlers(), seed))[1].weights.digest
         for seed in range(3)

@@ -147,7 +147,7 @@ def test_stopped_after_any_exchange_and_started_again_the_model_is_the_same(tmp_
         assert run(cfg, LocalCohort(handlers()))[1].weights.digest == whole
 
 
-def test_the_order_of_arrival_changes_no_bit(tmp_path):
+def test_s34_the_order_of_arrival_changes_no_bit(tmp_path):
     digests = {
         run(config(tmp_path / str(seed), aggregation=RULE), Shuffled(handlers(), seed))[1].weights.digest
         for seed in range(3)

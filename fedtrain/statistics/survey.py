@@ -30,6 +30,7 @@ QUESTIONS = 4
 GROUP = 128  # columns in one question: its numbers stay below messages.MAX_SUMS
 PERCENT = (5, 25, 50, 75, 95)  # the quantiles
 CELLS = 72  # of a quantile in a question: two of them find a quantile to within 0.001 sd
+MOST_BINS = 64  # of stats.bins
 CLASSES = 64  # values that are whole numbers from 0 to below it are categories
 OCTAVES = [2.0**k for k in range(-120, 129, 2)]
 EDGES = (*(-edge for edge in reversed(OCTAVES)), *OCTAVES)
@@ -64,6 +65,15 @@ def alike(columns: Mapping[SiteId, tuple[Column, ...]]) -> tuple[tuple[Column, .
 def rounds(columns: int) -> int:
     """How many questions a survey of so many columns has."""
     return QUESTIONS * -(-columns // GROUP)
+
+
+def most_counts(number: int, column: Column, *, openly: bool) -> int:
+    """How many counts of a column question `number` (from 0) asks at most; `openly`: in a survey of the site
+    and of all sites at once."""
+    quantiles = (CELLS + 1 + 1) * len(PERCENT)
+    classes = max(CLASSES, len(column.labels)) + 1 + 1
+    most = (len(EDGES) + 1, classes, MOST_BINS + 2 + 1 + quantiles, quantiles)[number % QUESTIONS]
+    return most * (1 + openly)
 
 
 def surveys(

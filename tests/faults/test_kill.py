@@ -155,7 +155,7 @@ def test_s32_with_fewer_sites_needed_a_round_completes_without_the_killed_one_an
         p.wait_for(lambda: sizes()[-3:] == [3, 3, 3])
 
 
-def test_a_finished_update_is_not_trained_again_after_a_restart(tmp_path):
+def test_s30_a_finished_update_is_not_trained_again_after_a_restart(tmp_path):
     """The aggregator dies while a site trains; when both are back, the reply comes from the ledger."""
     with Project(tmp_path, rounds=3, task="Held") as p:
         p.let_train(0)

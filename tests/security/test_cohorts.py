@@ -13,7 +13,7 @@ from fedtrain.errors import SecAggError, StoreError, Unfinished
 from fedtrain.messages import Evaluation, Update
 from fedtrain.questions import Question
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
-from fedtrain.runtime.sites.cohorts import FILE, RULES, Cohorts, Opened, norm, sketch
+from fedtrain.runtime.sites.cohorts import FILE, RULES, SKETCH, Cohorts, Opened, norm, sketch
 from fedtrain.runtime.sites.gate import Gate
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.statistics import hash_of_tally
@@ -41,13 +41,11 @@ class Ward:
         self.folder, self.batches, self.keys, self.ledgers = folder, False, SimulatedKeys(), {}
         self.start("r")
 
-    def start(self, run, **rules):
+    def start(self, run, sections=None, **rules):
         """The sites' processes, again perhaps, for this run, with these rules of their own."""
         self.stop()
-        self.run, self.config = (
-            run,
-            Config.of({"run": {"name": run}, "secagg": {"max_examples": 100}}, self.folder),
-        )
+        settings = {"secagg": {"max_examples": 100}} | (sections or {})
+        self.run, self.config = run, Config.of({"run": {"name": run}} | settings, self.folder)
         self.ledgers = {site: Ledger(self.folder / "runs" / f"{run}@{site}") for site in SITES}
         self.sites = {
             site: SecureSite(
@@ -309,6 +307,111 @@ def test_the_rule_that_refuses_a_cohort_is_named_before_the_protocol_goes_on(war
         assert gate.refusal(Agree(id="1", sid=b"", sites=sites)).endswith(why)
     assert [event.rule for event in denied] == ["policy.cohort_change"]
     assert weights.digest != Arena.zeros(SCHEMA).digest
+
+
+# --- Models of several schemas, noise, and a guard whose files are gone
+
+MINE, OTHERS = bytes([1] * 32), bytes([2] * 32)
+
+
+def vector(*values):
+    return np.resize(np.array(values, np.float64), SKETCH).tobytes()
+
+
+def opened(model, sites, at, moved, schema=MINE, clip=0.0):
+    """A sum over these sites, of a model at this point, which the site moved by so much."""
+    return Opened(
+        "Advertise", "r", 0, model, tuple(sites), vector(at), vector(moved), schema=schema, clip=clip
+    )
+
+
+def test_d4_models_of_other_schemas_are_never_near(tmp_path):
+    """North's noise in one run, of norm 7,700, made the models of another task near."""
+    guard = Cohorts(tmp_path)
+    guard.opens(opened(b"lesion", "abc", 1.0, 0.1, OTHERS))
+    guard.check(opened(b"dp", "abd", 1.0, 1000.0))
+    with pytest.raises(SecAggError, match="a near model"):
+        guard.check(opened(b"lesion 2", "abd", 1.0, 0.1, OTHERS))
+
+
+def test_d4_under_a_sites_noise_near_is_a_part_of_the_clip(tmp_path):
+    """What the norm is before the noise; an evaluation takes that of the last update of such a model."""
+    guard = Cohorts(tmp_path)
+    noised = opened(b"one", "abcd", 0.0, 1000.0, clip=1.0)
+    guard.opens(noised)
+    guard.opens(opened(b"of another task", "abcd", 0.0, 1e6, OTHERS))
+    moved = msgspec.structs.replace(opened(b"two", "abc", 0.1, -1000.0, clip=1.0))
+    guard.check(moved)  # by 0.8: without the noise this site's step may be that long
+    with pytest.raises(SecAggError, match="a near model"):
+        guard.check(msgspec.structs.replace(moved, weights=vector(1e-4)))
+    for at, near in ((0.1, False), (1e-4, True)):
+        guard = Cohorts(tmp_path / str(at))
+        guard.opens(noised)
+        guard.opens(msgspec.structs.replace(noised, kind="AdvertiseEvaluation", update=b""))
+        asked = msgspec.structs.replace(moved, kind="AdvertiseEvaluation", weights=vector(at), update=b"")
+        if near:
+            with pytest.raises(SecAggError, match="a near model"):
+                guard.check(asked)
+        else:
+            guard.check(asked)
+
+
+def test_d4_lines_of_earlier_versions_count_for_models_of_any_schema(tmp_path):
+    guard = Cohorts(tmp_path)
+    guard.opens(opened(b"old", "abc", 1.0, 1.0, schema=b""))
+    line = (tmp_path / FILE).read_text().splitlines()[0]
+    assert "schema" not in line
+    with pytest.raises(SecAggError, match="a near model"):
+        guard.check(opened(b"new", "abd", 1.0, 1.0))
+
+
+def test_d4_a_sites_noise_does_not_keep_it_out_of_another_run(tmp_path, ward):
+    """Through the site: noise 50 times the clip, and a run of the same sites but one before it."""
+    ward.trained("abcd", 2)
+    sections = {"privacy": {"noise_multiplier": 50.0, "clip": 1.0}, "secagg": {"max_examples": 100}}
+    ward.start("dp", sections)
+    noise = np.random.default_rng(3)
+    ward.update = lambda site, number, weights: noise.normal(0, 50, NUMEL)
+    ward.trained("abce", 2, shifted(Arena.zeros(SCHEMA), 1.0))  # near by the noise's norm, of 274
+
+
+@pytest.mark.parametrize("how", ["gone", "shorter"])
+def test_d5_a_guard_whose_files_are_gone_or_cut_stops_the_site(ward, how):
+    """As the ledger of epsilon does: each run's folder says how long the file was."""
+    ward.trained("abcde", 2)
+    ward.stop()
+    for path in (ward.folder / "runs/@a").glob(f"{FILE}*"):
+        kept = path.read_bytes().splitlines(keepends=True)[:-1]
+        path.unlink()
+        if how == "shorter":
+            path.write_bytes(b"".join(kept))
+    for run in ("r", "another"):
+        with pytest.raises(StoreError, match=r"cohorts.jsonl has . lines, and r@a noted 3\. Restore it"):
+            ward.start(run)
+
+
+def test_d5_a_run_of_an_earlier_version_without_a_note_goes_on(ward):
+    ward.trained("abcde", 1)
+    for note in ward.folder.glob("runs/*/opened"):
+        note.unlink()
+    ward.start("r")
+    ward.trained("abcde", 1, first=1)
+    (ward.folder / "runs/r@a/opened").write_bytes(b"no note")
+    ward.start("r")  # a note that is damaged is set aside
+    assert not (ward.folder / "runs/r@a/opened").exists()
+
+
+def test_e4_a_site_notices_a_run_that_begins_with_a_site_more_each_round(ward):
+    """3, 4, 5 sites in rounds 1, 2, 3: what each newcomer gave is nearly the difference of two sums."""
+    lines = []
+    ward.ledgers["a"].warn = lines.append
+    ward.sites["a"]._cohorts._warn = lines.append
+    weights = ward.trained("abc", 1)
+    weights = ward.trained("abcd", 1, weights, first=1)
+    ward.trained("abcde", 1, weights, first=2)
+    (line,) = lines
+    assert "round 2 is summed over 4 sites, and the sum before it was over 3" in line
+    assert "strategy.min_sites" in line
 
 
 # --- The parts

@@ -229,6 +229,7 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
     def answers(site):
         return lambda r: site.offer(r, model, update) if isinstance(r, Advertise) else site.answer(r)
 
+    Unwritable.folder.mkdir()
     with pytest.raises(OSError, match="no space left"):
         asyncio.run(run(sites_of(config, keys, sums=Unwritable()), 0))
     asyncio.run(run(sites_of(config, keys, sums=ledger), 1))

@@ -97,6 +97,14 @@ def noised(
     return msgspec.structs.replace(update, metrics={})
 
 
+def clip_before_noise(config: Config) -> float:
+    """The most that an update's L2 norm is before a site's noise; 0.0 where there is no such noise, or each
+    optimizer step has noise (privacy.unit = "example")."""
+    privacy = config.privacy
+    whole = privacy.noise_multiplier and privacy.unit == "site" and not privacy.in_sums
+    return privacy.clip if whole else 0.0
+
+
 def release_of(config: Config, examples: float) -> Release:
     """What an update of a site with so many examples gives away."""
     privacy = config.privacy

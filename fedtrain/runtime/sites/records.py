@@ -3,6 +3,8 @@
   runs/@cleveland/                 the records of the site
   certs/sites/cleveland/records    the path of that folder, from here; made by the site's first start
 
+  runs/heart@cleveland/MARK        how long a file of the records was after the last line of this run
+
 So a start with another run.dir finds the records of the starts before it: what bounds a site's data over all
 runs can't be left behind by a changed setting. Where the folder of the key can't be written (a container has
 it read-only), the records stay under run.dir, and the site says so.
@@ -19,7 +21,13 @@ from ...config import Config, SitePolicy
 from ...errors import Damaged
 from ...events import Emit, Notice, noticed
 from ...store import Ledger
-from ...store.disk import private_folder, sync_folder
+from ...store.disk import (
+    Warn,
+    private_folder,
+    read_sealed,
+    set_aside,
+    sync_folder,
+)
 
 NOTE = "records"
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -79,3 +87,16 @@ def _first(here: Path, note: Path, emit: Emit) -> Path:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return here
+
+
+def check_length(file: Path, lines: int, run: Path, mark: str, remedy: str, warn: Warn) -> None:
+    """Damaged where a run of this site noted more lines of this file of its records than it has. `run`: the
+    folder of any of its runs; `remedy`: what to do then; `warn` hears of a note that is damaged."""
+    for noted in run.parent.glob(f"?*@{run.name.rpartition('@')[2]}/{mark}"):
+        try:
+            least = read_sealed(noted, int)
+        except Damaged as e:
+            warn(f"{e} {set_aside(noted)}")
+            continue
+        if least > lines:
+            raise Damaged(f"{file} has {lines} lines, and {noted.parent.name} noted {least}. {remedy}")

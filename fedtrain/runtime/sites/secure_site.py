@@ -28,6 +28,7 @@ from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, pol
 from ..threads import all_cores
 from .cohorts import RULES, Cohorts, Opened
 from .models import CheckedSums
+from .privacy import clip_before_noise
 from .spent import Spent, SumKeys
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
@@ -74,9 +75,10 @@ class SecureSite:
         self._extras = extras
         self._noise_key, self._checked = noise_key, checked
         self._has_checked: bool | None = None  # the model that it is asked about
-        self._cohorts = None
+        self._cohorts, self._clip = None, clip_before_noise(config)
         if sums is not None:
-            self._cohorts = Cohorts(sums.records or sums.folder.parent / f"@{site}", rules, sums.warn)
+            records = sums.records or sums.folder.parent / f"@{site}"
+            self._cohorts = Cohorts(records, rules, sums.warn, sums.folder)
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(
@@ -163,7 +165,8 @@ class SecureSite:
             about = f"{model.hex()}/{result.delta.digest}/{noise.std!r}/{encoding.point}"
             own = Noised(own, noise, partial(self._noise_key, request.round, about), self._parallel)
         if self._cohorts is not None:
-            asked = Opened(type(request).__name__, self._policy.run, request.round, model)
+            kind = type(request).__name__
+            asked = Opened(kind, self._policy.run, request.round, model, clip=self._clip)
             weights = None if isinstance(request, msg.AdvertiseTally) else request.weights
             update = result.delta if isinstance(result, Update) else None
             self._client.guard = self._cohorts.session(asked, weights, update)

@@ -24,15 +24,16 @@ import msgspec
 
 from ...config import Config, SitePolicy
 from ...errors import ConfigError, Damaged
-from ...events import Denied, Emit, Notice, PrivacySpent, noticed
+from ...events import Denied, Emit, PrivacySpent, noticed
 from ...exchange import Cohort, CohortWrapper
 from ...keystream import KEY_BYTES
 from ...messages import Reply, Request, SiteId, Train, Update
 from ...privacy import Release, epsilon
 from ...store.chain import Chain
-from ...store.disk import COPY, Kept, read_sealed, sealed, set_aside, write_whole
+from ...store.disk import COPY, Kept, sealed, write_whole
 from ...store.memory import NEVER
 from .privacy import release_of
+from .records import check_length
 
 FILE = "releases.jsonl"
 MARK = "released"  # in the folder of a run whose releases are in the site's ledger
@@ -83,15 +84,8 @@ class Spent:
         self._chain = Chain(self._path, Given, REMEDY, noticed(emit), self._shared)
         self._refused: Release | None = None  # what was too dear for the budget
         self._take_over(run or folder)
-        for mark in () if run is None else run.parent.glob(f"?*{folder.name}/{MARK}"):
-            try:
-                told = read_sealed(mark, int)
-            except Damaged as e:
-                emit(Notice(text=f"{e} {set_aside(mark)}"))
-                continue
-            if told > self.releases:
-                why = f"has {self.releases} releases, and {mark.parent.name} told of {told}"
-                raise Damaged(f"{folder / FILE} {why}. {REMEDY}")
+        if run is not None:
+            check_length(self._path, self.releases, run, MARK, REMEDY, noticed(emit))
         unprotected = [each for each in self._own() if each.unit == "example"]
         if config.privacy.noise_multiplier and config.privacy.unit == "site" and unprotected:
             raise ConfigError(

@@ -17,7 +17,7 @@ from ...errors import BadUpdate, ConfigError, FedtrainError
 from ...messages import Failure, Reply, SiteId
 from ...questions import Column, Describe, Described, Question, Tally
 from ...secagg.messages import AdvertiseTally, hash_of
-from ...statistics.survey import rounds
+from ...statistics.survey import most_counts, rounds
 from ...store.disk import Kept, Warn, silent
 from ..trainers.trainer import Trains
 from .secure_site import SecureSite
@@ -92,6 +92,15 @@ class DataStatistics:
             raise BadUpdate(f"it answers {rounds(len(columns))} questions in a run")
         if not fits(request.question, len(columns)):
             raise BadUpdate("the question does not fit its columns")
+        openly, asked = self._secure is None, request.question
+        for place, column in enumerate(columns):
+            counts = sum(len(cells.edges) + 1 for cells in asked.cells if cells.column == place)
+            most = most_counts(request.round, column, openly=openly)
+            if counts > most or sum(part.column == place for part in asked.powers) > 1 + openly:
+                raise BadUpdate(
+                    f"question {request.round + 1} asks {counts} counts of column {column.name!r}, and a "
+                    f"survey asks {most} at most. Ask with fedtrain aggregator --stats of the same version"
+                )
         question = hashlib.sha256(hash_of_tally(request)).hexdigest()
         if self._asked.setdefault(request.round, question) != question:
             raise BadUpdate(
