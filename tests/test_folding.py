@@ -196,6 +196,7 @@ def test_a_task_that_fails_at_every_site_ends_a_folded_round(tmp_path, workers):
         trained(config(tmp_path, task="Many(broken='site')"), workers)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("secagg", "some"), [(False, (0, 1, 3)), (True, (0, 2))], ids=["open", "fixed point"]
