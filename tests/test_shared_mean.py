@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -76,6 +77,7 @@ def take_a_mean(rank: int, ranks: int, folder: Path) -> None:
     (folder / f"norm-{rank}").write_bytes(shared.norm.numpy().tobytes())
 
 
+@pytest.mark.slow(4)
 def test_it_is_the_mean_that_gloo_gives_and_its_norm_has_the_same_bits_at_all_ranks(tmp_path):
     world(3, take_a_mean, tmp_path)
     assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1

@@ -83,6 +83,7 @@ def found_by(config: Config, confine: str) -> tuple[str, dict[str, str]]:
     return said, json.loads((config.root / "runs" / "found.json").read_text())
 
 
+@pytest.mark.slow(3)
 def test_s10_the_tasks_code_reaches_neither_the_sites_key_nor_the_network_and_the_site_says_so(project):
     said, found = found_by(project, "auto")
     assert found["data"] == "data"
@@ -95,11 +96,13 @@ def test_s10_the_tasks_code_reaches_neither_the_sites_key_nor_the_network_and_th
         assert found["tcp"] in ("ConnectionRefusedError", "PermissionError")
 
 
+@pytest.mark.slow(3)
 def test_s10_without_it_the_same_code_reads_the_key(project):
     said, found = found_by(project, "off")
     assert (said, found["key"]) == ("", "the secret")
 
 
+@pytest.mark.slow(3)
 def test_s10_a_policy_may_leave_the_network_open_and_hides_the_keys(project):
     said, found = found_by(project, "keys")
     if "not shut in" in said:
