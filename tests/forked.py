@@ -187,6 +187,7 @@ def _become_rank(channel: socket.socket) -> NoReturn:
     try:
         number, (stdin, report), *_ = socket.recv_fds(channel, 100, 2)
         channel.close()
+        sys.stdin = None  # which may close 0, and is not to close the new one
         os.dup2(stdin, 0)
         os.close(stdin)
         if report != int(number):  # that is what rank 0 says it is
