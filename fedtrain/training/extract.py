@@ -214,6 +214,11 @@ class Extraction:
         value = inspect.unwrap(value, stop=self._own)
         return value if self._own(value) else None
 
+    def _known(self, decorator: ast.expr) -> bool:
+        """Whether all names of an expression are of other modules than `__main__`."""
+        used = {n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)} & self._main.keys()
+        return all(imported(each, self._main[each]) for each in used)
+
     def _check(self, function: FunctionType) -> str:
         """The text of a function's cell or file. Unsendable where that is no longer what it was made of."""
         code = function.__code__
@@ -232,9 +237,7 @@ class Extraction:
         node = found[0]
         self._defaults(function, node)
         if function is not value:  # a library's decorator, which is applied again
-            used = {n.id for each in node.decorator_list for n in ast.walk(each) if isinstance(n, ast.Name)}
-            known = all(imported(each, self._main[each]) for each in used & self._main.keys())
-            if free or "registry" in vars(value) or not known:
+            if free or "registry" in vars(value) or not all(map(self._known, node.decorator_list)):
                 raise Unsendable(value, "that its decorator made, which only this process has")
         elif not isinstance(node, ast.Lambda):
             node.decorator_list = []
@@ -265,6 +268,8 @@ class Extraction:
         for base in {n.id for n in node.bases if isinstance(n, ast.Name)} & self._main.keys():
             if self._main[base] not in bases:
                 raise Unsendable(cls, f"of a {base} that is not the one of now: run its cell again")
+        # A decorator of the script has done its work on the attributes of now: again, it could change them.
+        node.decorator_list = [each for each in node.decorator_list if self._known(each)]
         if not issubclass(cls, Enum | tuple):  # these make their attributes themselves
             self._attributes(cls, node, file, later)
         self._define(ast.unparse(node))

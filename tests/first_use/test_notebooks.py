@@ -119,6 +119,11 @@ SENT = {
          "@functools.cache\ndef h(x): return g(x)"],
         "f(1), g(2), h(3)",
     ),
+    "a class that a decorator of the notebook changed": (
+        ["def doubled(cls):\n    cls.by *= 2\n    cls.more = lambda self: self.by\n    return cls",
+         "@doubled\n@dataclass\nclass C:\n    by: float = -1.5\n    def own(self): return self.by"],
+        "C.by, C().own(), C().more(), C()",
+    ),
     "views of arrays": (
         ["a = np.arange(20.0).reshape(4, 5)\nb, c, d = a[::2, 1:3], a[::-1].T, torch.tensor(a)[:, 1]"],
         "b, c, d, b.strides, c.strides, d.stride()",
