@@ -110,3 +110,11 @@ def inline(monkeypatch):
     started = []
     monkeypatch.setattr(Trainer, "start", partial(start, started))
     return started
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Trainers are processes that are forked from one that has torch loaded."""
+    from tests.forked import fork_trainers
+
+    fork_trainers(monkeypatch, most=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -48,12 +49,11 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222  # it has ended
 
 
-Fork = Callable[[Connection, Connection, Connection, dict[str, str], int], None]
+Fork = Callable[[list[Connection], tuple[int, ...], dict[str, str], int], None]
 
 
 def fork_trainers(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> None:
-    """Have this process fork its trainers, which may have `most` ranks each. Those that are given other
-    descriptors too are executed."""
+    """Have this process fork its trainers, which may have `most` ranks each."""
     monkeypatch.setattr(asyncio, "create_subprocess_exec", _forking(_ask_worlds, most))
 
 
@@ -68,29 +68,27 @@ def fork_trainers_of_command(most: int = 1) -> None:
 
 
 def _forking(fork: Fork, most: int) -> Any:
-    start = asyncio.create_subprocess_exec
-
     async def create(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
         known = trainer_process.__name__, confinement.__name__  # forked, it is not shut in
         assert command[1:3] == ("-P", "-m"), command
         assert command[3] in known, command
-        if len(pass_fds) > 1:
-            return await start(*command, pass_fds=pass_fds, **options)
-        return Forked(_start_trainer(fork, pass_fds[0], options["stdout"], options["env"], most))
+        return Forked(_start_trainer(fork, pass_fds, options["stdout"], options["env"], most))
 
     return create
 
 
-def _start_trainer(fork: Fork, channel: int, output: Any, env: Mapping[str, str], most: int) -> int:
+def _start_trainer(
+    fork: Fork, pass_fds: tuple[int, ...], output: Any, env: Mapping[str, str], most: int
+) -> int:
     """Its pid. The kernel gives a process whose parent has ended to the nearest ancestor that asks for them:
     so the trainer, whose parent ends at once, becomes our child."""
     output = output if isinstance(output, int) else output.fileno()
     ours, theirs = FORKED.Pipe()
-    passed = (theirs, Connection(os.dup(channel)), Connection(os.dup(output)))
+    passed = [theirs, *(Connection(os.dup(each)) for each in (pass_fds[0], output, *pass_fds[1:]))]
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        fork(*passed, dict(env), most)
+        fork(passed, pass_fds[1:], dict(env), most)
         for connection in passed:
             connection.close()
         with ours:
@@ -100,44 +98,46 @@ def _start_trainer(fork: Fork, channel: int, output: Any, env: Mapping[str, str]
     return pid
 
 
-def _ask_worlds(
-    ready: Connection, channel: Connection, output: Connection, env: dict[str, str], most: int
-) -> None:
-    parent = FORKED.Process(target=_fork, args=(ready, channel, output, env, most))
+def _ask_worlds(passed: list[Connection], numbers: tuple[int, ...], env: dict[str, str], most: int) -> None:
+    parent = FORKED.Process(target=_fork, args=(passed, numbers, env, most))
     parent.start()
     parent.join()
 
 
 def _ask_helper(
-    helper: socket.socket, ready: Connection, channel: Connection, output: Connection,
-    env: dict[str, str], most: int,
-) -> None:  # fmt: skip
-    numbers = [each.fileno() for each in (ready, channel, output)]
-    socket.send_fds(helper, [json.dumps([env, most]).encode()], numbers)
+    helper: socket.socket, passed: list[Connection], numbers: tuple[int, ...], env: dict[str, str], most: int
+) -> None:
+    socket.send_fds(helper, [json.dumps([numbers, env, most]).encode()], [each.fileno() for each in passed])
 
 
 def _help(commands: socket.socket) -> NoReturn:
     """Fork the parent of each trainer that the command asks for, until the command is gone."""
     while True:
-        text, numbers, *_ = socket.recv_fds(commands, 1 << 20, 3)
+        text, files, *_ = socket.recv_fds(commands, 1 << 20, 8)
         if not text:
             os._exit(0)
-        passed = [Connection(number) for number in numbers]
+        passed = [Connection(file) for file in files]
         if not (parent := os.fork()):
             commands.close()
-            _fork(passed[0], passed[1], passed[2], *json.loads(text))
+            _fork(passed, *json.loads(text))
             os._exit(0)
         for connection in passed:
             connection.close()
         os.waitpid(parent, 0)
 
 
-def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[str, str], most: int) -> None:
+def _fork(passed: list[Connection], numbers: tuple[int, ...], env: dict[str, str], most: int) -> None:
+    """`passed`: where the pid is sent, the trainer's channel, its output, and the files of its `numbers`."""
     parent = os.pidfd_open(os.getpid())
     if os.fork():
         return
     select.select([parent], [], [])  # it has ended, and this process is given to its grandparent
     os.close(parent)
+    # Above the numbers that the trainer's files have.
+    passed = [Connection(fcntl.fcntl(each.fileno(), fcntl.F_DUPFD, 512)) for each in passed]
+    ready, channel, output, *files = passed
+    for file, number in zip(files, numbers, strict=True):
+        os.dup2(file.fileno(), number)
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
@@ -187,6 +187,7 @@ def _become_rank(channel: socket.socket) -> NoReturn:
     try:
         number, (stdin, report), *_ = socket.recv_fds(channel, 100, 2)
         channel.close()
+        sys.stdin = None  # which may close 0, and is not to close the new one
         os.dup2(stdin, 0)
         os.close(stdin)
         if report != int(number):  # that is what rank 0 says it is

@@ -223,6 +223,7 @@ def test_changed_settings_are_told_from_a_run_that_goes_on(project):
 # --- in this process
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(5)
 def test_without_workers_no_process_is_started_and_the_bits_are_the_same(project, monkeypatch):
     with_workers = fedtrain.simulate(project, {"simulate.workers": 2})
@@ -252,6 +253,7 @@ def test_a_warm_call_in_process_takes_less_than_to_load_torch(project):
     assert warm_s < bare_s
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(3)
 def test_what_a_task_raises_here_is_the_error_that_a_worker_would_tell(project):
     (project / "heart_task.py").write_text(

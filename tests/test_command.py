@@ -170,6 +170,7 @@ def test_peers_train_by_a_command(tmp_path):
     assert sorted((tmp_path / "sites").read_text().split()) == ["a", "a", "b", "b", "c", "c"]
 
 
+@pytest.mark.slow(3)
 def test_a_round_whose_trainer_was_killed_within_a_command_is_trained_again(tmp_path, monkeypatch):
     fork_trainers(monkeypatch)
     command = "test -e once || { touch once; kill -9 $PPID; }; " + SAID

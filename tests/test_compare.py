@@ -63,6 +63,8 @@ def test_runs_stand_side_by_side_with_what_differs_and_nothing_else(project):
     assert compare("fast", "fast")[1].splitlines()[-1].split()[-2:] == ["the", "same"]
 
 
+@pytest.mark.usefixtures("forked")
+@pytest.mark.slow(2)
 def test_settings_that_only_say_how_it_is_worked_at_are_listed_apart(project):
     for name, workers in (("one", 0), ("two", 1)):
         settings = {"run.name": name, "simulate.workers": workers, "train.device": "cpu"}

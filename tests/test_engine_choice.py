@@ -112,6 +112,7 @@ def test_noise_at_the_sites_is_the_loops(folder, monkeypatch):
         bench.train_by("stacked")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(6)
 def test_a_worker_that_died_is_told_the_engine_again(folder, monkeypatch):
     async def stacked(*_):
@@ -125,6 +126,7 @@ def test_a_worker_that_died_is_told_the_engine_again(folder, monkeypatch):
     assert weights.digest == expected.digest
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(8)
 def test_any_number_of_workers_gives_the_bits_of_one_stack_after_the_other(folder):
     found = []

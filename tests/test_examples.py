@@ -66,7 +66,10 @@ def fedtrain(folder, *arguments):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within peft
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow(3) if n in ("lora", "shakespeare") else ()) for n in PROJECTS],
+)
 def test_a_task_learns_from_its_own_data(name, fashion):
     config, task = project(name, fashion if name == "fashion_mnist" else None)
     site = (task.sites() or ["one"])[0]

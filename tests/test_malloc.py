@@ -119,6 +119,7 @@ with open("/proc/self/smaps") as lines:
 """
 
 
+@pytest.mark.slow(3)
 @pytest.mark.skipif(not PAGES.exists(), reason="this system has no large pages")
 def test_a_ranks_large_tensors_lie_in_large_pages():
     environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}

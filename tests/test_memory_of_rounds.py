@@ -67,6 +67,7 @@ class Watched:
             tracemalloc.reset_peak()
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("durable", [True, False], ids=["federation", "simulation"])
 def test_a_round_leaves_nothing_in_memory(tmp_path, monkeypatch, durable):
     monkeypatch.setattr(audit, "REMEMBERED", 64)  # what is bounded by a number is at its bound soon

@@ -1,4 +1,5 @@
-"""What the pages show is run as it stands: Python blocks, what is typed into Python, and commands."""
+"""What the pages show is run as it stands: Python blocks, and what is typed into Python. Commands: see
+tests/first_use/test_typed.py."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import ast
 import asyncio
 import doctest
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +19,6 @@ from tests.limits import WAIT_S
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
-STARTS = ["start-researcher.md", "start-institution.md", "start-datacenter.md"]
 
 # What the text around a page's blocks speaks of, and what must hold after them.
 BEFORE = {
@@ -124,35 +123,3 @@ def test_what_a_page_types_into_python_gives_what_it_shows(page):
         runner = doctest.DocTestRunner()
         assert runner.run(typed, clear_globs=False).failed == 0
         names = typed.globs
-
-
-@pytest.mark.slow(25)
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", STARTS)
-def test_the_commands_of_a_first_page_run_one_after_the_other_and_titled_ones_beside_each_other(
-    page, tmp_path
-):
-    """Whoever types them has a shell; those in blocks with a title have one each."""
-    folder, beside = tmp_path, []
-    bin_dir = Path(sys.executable).parent
-    env = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": os.environ["HOME"], "NO_COLOR": "1"}
-    try:
-        for options, block in [*blocks(page, "console"), ("", "")]:
-            commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
-            if "title=" in options:
-                beside += [
-                    subprocess.Popen(["bash", "-ec", command], cwd=folder, env=env) for command in commands
-                ]
-                continue
-            for each in beside:
-                assert each.wait(2 * WAIT_S) == 0, each.args
-            beside = []
-            for command in commands:
-                if command.startswith("cd "):
-                    folder = folder / command.removeprefix("cd ")
-                    continue
-                subprocess.run(["bash", "-ec", command], cwd=folder, env=env, check=True, timeout=2 * WAIT_S)
-    finally:
-        for each in beside:
-            each.kill()
-            each.wait()

@@ -25,6 +25,8 @@ from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import beginning, build, server_step
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TASK = """
 import os, signal
 from pathlib import Path

@@ -133,6 +133,7 @@ def test_a_killed_trainer_is_a_task_error_and_another_gives_the_same_bits(config
     asyncio.run(main())
 
 
+@pytest.mark.slow(3)
 def test_stop_ends_a_hanging_task_and_the_processes_that_it_started(config, tmp_path):
     async def main():
         trainer = await Trainer.start(config, scratch=tmp_path)
@@ -167,6 +168,7 @@ def test_a_process_that_does_not_die_when_it_is_killed_keeps_nobody(monkeypatch)
     bounded(main(), WAIT_S)
 
 
+@pytest.mark.slow(3)
 def test_a_task_that_cannot_be_loaded_is_the_users_error(config, tmp_path):
     wrong = Config.of({"run": {"task": "small_task:Smal"}}, tmp_path)
     with pytest.raises(ConfigError, match=r"Did you mean '?Small"):

@@ -68,8 +68,7 @@ def home_of(cls: type) -> Path:
     file = getattr(module, "__file__", None)
     if file is None or (module.__name__ == "__main__" and getattr(module, "__spec__", None) is not None):
         return Path.cwd()  # a notebook, or `python -m`
-    above = module.__name__.count(".") + (Path(file).name == "__init__.py")
-    return Path(file).resolve().parents[above]
+    return Path(file).resolve().parents[module.__name__.count(".") + (Path(file).name == "__init__.py")]
 
 
 def check_sendable(task: Task, lacks: Mapping[str, str]) -> None:
@@ -215,6 +214,10 @@ class Extraction:
         value = inspect.unwrap(value, stop=self._own)
         return value if self._own(value) else None
 
+    def _known(self, decorator: ast.expr) -> bool:
+        """Whether all names of an expression are of other modules than `__main__`."""
+        return all(imported(n, self._main[n]) for n in referred(ast.unparse(decorator)) if n in self._main)
+
     def _check(self, function: FunctionType) -> str:
         """The text of a function's cell or file. Unsendable where that is no longer what it was made of."""
         code = function.__code__
@@ -233,9 +236,7 @@ class Extraction:
         node = found[0]
         self._defaults(function, node)
         if function is not value:  # a library's decorator, which is applied again
-            used = {n.id for each in node.decorator_list for n in ast.walk(each) if isinstance(n, ast.Name)}
-            known = all(imported(each, self._main[each]) for each in used & self._main.keys())
-            if free or "registry" in vars(value) or not known:
+            if free or "registry" in vars(value) or not all(map(self._known, node.decorator_list)):
                 raise Unsendable(value, "that its decorator made, which only this process has")
         elif not isinstance(node, ast.Lambda):
             node.decorator_list = []
@@ -257,7 +258,7 @@ class Extraction:
                     nodes[i] = parsed(self.value(value), mode="eval").body
 
     def _class(self, cls: type) -> None:
-        """A class from its source, with the attributes of now."""
+        """A class from its source, with the attributes of now, which own decorators would change again."""
         name, later = cls.__name__, dict[str, Any]()
         if self._main.get(name) is not cls:
             raise Unsendable(cls, f"that is not the {name} of now: run the cell again that uses it")
@@ -266,6 +267,7 @@ class Extraction:
         for base in {n.id for n in node.bases if isinstance(n, ast.Name)} & self._main.keys():
             if self._main[base] not in bases:
                 raise Unsendable(cls, f"of a {base} that is not the one of now: run its cell again")
+        node.decorator_list = [each for each in node.decorator_list if self._known(each)]
         if not issubclass(cls, Enum | tuple):  # these make their attributes themselves
             self._attributes(cls, node, file, later)
         self._define(ast.unparse(node))
@@ -366,9 +368,7 @@ def kept(module: str, digest: str) -> bytes:
     file = Path(module).with_name(f"{digest}.bin")
     held = file.read_bytes() if file.is_file() else b""
     if hashlib.sha256(held).hexdigest() != digest:
-        raise ConfigError(
-            f"{file} is missing or changed: call fedtrain again where the task is, to write it."
-        )
+        raise ConfigError(f"{file} is missing or changed: call fedtrain again where the task is.")
     return held
 
 

@@ -96,5 +96,6 @@ def build_with_luck(rank: int, ranks: int, folder: Path) -> None:
         MeshEngine(load_task(config.run.task, folder), config, mesh)
 
 
+@pytest.mark.slow(4)
 def test_a_model_that_is_not_built_from_the_seeds_alone_is_refused_by_all_ranks(folder):
     world(2, build_with_luck, folder)

@@ -271,6 +271,7 @@ def test_a_fault_at_all_sites_ends_a_simulation_at_once(tmp_path, capsys, monkey
     assert capsys.readouterr().err.count("Error: ") == (0 if fault == "empty" else 1)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(8)
 def test_real_masks_and_worker_processes_foretell_the_same(tmp_path):
     for fault in ("empty", "loss raises", "nan", "eval_data empty", "evaluate raises"):

@@ -322,6 +322,7 @@ def objects(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow(3)
 def test_json_is_nothing_but_json_whatever_the_task_prints(project):
     (project / "task.py").write_text(NOISY)
     for command in (

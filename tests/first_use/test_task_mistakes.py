@@ -243,6 +243,7 @@ TOO_WIDE = (
 )
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow(6)
 def test_worker_processes_and_a_datacenter_say_as_much_as_the_last_line(here, tmp_path):
     (tmp_path / "wide.py").write_text(WIDE)
