@@ -354,14 +354,14 @@ def test_a_second_authority_never_replaces_the_first(project):
     assert "never overwritten" in result.stderr
 
 
-def test_a_signing_request_is_signed_in_the_name_of_its_file_after_a_yes_to_its_words(project):
+def test_a_signing_request_is_signed_in_the_name_of_its_file_after_a_yes_to_its_key(project):
     from fedtrain.pki.enrolment import request
 
     run("certs", "init")
     csr, _ = request(project / "elsewhere")
     (project / "north.csr").write_bytes(csr)
     result = run("certs", "sign", "north.csr", input="n\n")
-    assert re.search(r"Does north read out the same words, [a-z]{5} [a-z]{5} [a-z]{5}\?", result.output)
+    assert re.search(r"Does north read out the same SHA-256 of its public key, [0-9a-f]{64}\?", result.output)
     assert not (project / "certs" / "sites").exists()
     assert run("certs", "sign", "north.csr", input="y\n").exit_code == 0
     assert sorted(p.name for p in (project / "certs/sites/north").iterdir()) == ["cert.pem", "root.pem"]

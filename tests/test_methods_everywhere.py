@@ -74,7 +74,7 @@ def remembered(folder, site):
     """The states that a site has in a run's folder, by round and content, as its own files are named."""
     memory = folder / "memory"
     if not (folder / "run.db").exists():
-        return {path.name for path in (memory / site).iterdir()} if memory.exists() else set()
+        return {path.name for path in (memory / site).glob("*")}
     if not memory.exists():
         return set()
     db = Database(memory / INDEX, read_only=True, remedy="", shared=True)

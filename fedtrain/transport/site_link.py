@@ -61,6 +61,7 @@ class SiteLink:
         connection may live before it is made anew, with all that a handshake checks (S39)."""
         self._trust = trust
         self._transport, self._address, self._target = transport, address, target
+        self.where = f"{target} at {address}"
         self._inbox, self._emit, self._sleep, self._jitter = inbox, emit, sleep, jitter
         self._session_s, self._end = session_s, SiteEnd(requests, emit)
         self._process = secrets.token_hex(8)

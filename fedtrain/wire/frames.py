@@ -21,7 +21,7 @@ import msgspec
 from ..questions import Column
 from ..schema import Schema
 
-PROTOCOL = 8  # the protocol's version, which must be the same at both ends
+PROTOCOL = 9  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10  # of all arenas of a message together: so many at most are in its frame
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it

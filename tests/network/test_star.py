@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -195,12 +196,14 @@ def test_work_that_is_cancelled_as_its_connection_breaks_does_not_go_on():
 
 
 def test_an_aggregator_without_room_for_an_upload_ends_the_exchange_at_once_and_names_the_file(
-    certs, tmp_path
+    certs, tmp_path, monkeypatch
 ):
-    weights = random_arena(1000, 99)
+    weights, opened = random_arena(1000, 99), os.open
     part = tmp_path / "inbox" / "a" / f"{random_arena(1000, 0).digest}.part"
-    part.parent.mkdir(parents=True)
-    part.symlink_to("/dev/full")  # a disk that is
+    full = lambda path, flags, *mode, **at: opened(  # a disk that is
+        *(("/dev/full", os.O_RDWR) if Path(path) == part else (path, flags)), *mode, **at
+    )
+    monkeypatch.setattr(os, "open", full)
 
     async def main():
         async with aggregator(certs, tmp_path, weights.schema) as agg:

@@ -90,13 +90,13 @@ def test_s22_a_command_at_a_site_runs_nothing_that_its_people_did_not_approve(pr
     (digest,) = approvals.valid
     approvals.withdraw(digest)
     code, output = said(*arguments)
-    assert (code, "own_task:Own is not approved at this site" in output) == (1, True)
+    assert (code, "own_task:Own is not approved at this site" in output) == (4, True)
     approve(Config.load())
     for file in ("own_task.py", "own_strategy.py"):
         before = (project / file).read_text()
         (project / file).write_text(RAN + before + "# a byte\n")
         code, output = said(*arguments)
-        assert code == 1
+        assert code == 4
         assert f"{file} changed since" in output
         (project / file).write_text(before)
     assert not (project / "ran").exists()

@@ -395,7 +395,7 @@ def test_an_aggregator_that_was_stopped_does_not_count_what_its_own_sites_gave_u
     watch = port.Watch(10, told.append)
     watch._port = 1
     monkeypatch.setattr(port, "_connected", lambda *_: dict(here))
-    watch.called("ipv4:10.0.0.1:5").name = "a"
+    watch.called("ipv4:10.0.0.1:5", "a")
     here[site] = 0
     watch._look(100.0)
     gone = {("10.0.0.1", number): 0 for number in range(6, 30)} | {("10.0.0.9", 7): 0}

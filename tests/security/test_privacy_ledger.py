@@ -291,7 +291,7 @@ def test_the_noise_of_sums_and_of_the_aggregator_is_among_the_terms_of_each_secu
         federation="f", run="r", round=0, attempt=0, nonce=bytes(16), cohort=dict.fromkeys("abc", b""),
         quorum=least, threshold=threshold, degree=degree, ring_bits=theirs.ring_bits,
         value_bits=fixed.value_bits, clip=theirs.clip, max_weight=theirs.max_weight, length=0,
-        privacy=theirs.privacy,
+        privacy=theirs.privacy, verify=theirs.checks(3),
     )  # fmt: skip
     theirs.check(terms)
     with pytest.raises(SecAggError, match=re.escape(f"privacy = {said!r} is asked for")):

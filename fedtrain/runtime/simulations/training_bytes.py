@@ -21,7 +21,7 @@ from ...wire import frames
 from ...wire.codec import arenas, encode, known
 from ...wire.frames import INLINE_BYTES
 from ..sites import compressed
-from ..star.secure_terms import encoding_of, policy
+from ..star.secure_terms import encoding_of, policy, verifies
 from .site_models import Load
 
 NAME = "x" * 8  # of any run, so that its time does not depend on what it is called
@@ -44,6 +44,8 @@ class TrainingBytes:
         self._config, self._schema, self._update, self._extras = config, schema, update, extras
         down = compressed.down_codec(config, schema)
         self._patch = down.coded if down else None
+        # Sites that make a model of patches, or of sums, fetch each model in a stream.
+        self._inline = 0 if down or verifies(config) else INLINE_BYTES
         self._known = known([schema, update])
         self._vectors: dict[int, int] = {}  # sites in a sum -> bytes of a masked vector
 
@@ -54,7 +56,8 @@ class TrainingBytes:
         if (many := self._together(sites)) not in self._vectors:
             encoding = encoding_of(self._config, 0, many, self._schema.model, self._extras)
             dtype = f"int{self._config.secagg.ring_bits}"  # as in Terms.schema
-            spec = TensorSpec("masked", (encoding.numel(TRAINED),), dtype, False)
+            checksum = encoding.point.digits(masks.CHECKSUM_BITS) if verifies(self._config) else 0
+            spec = TensorSpec("masked", (encoding.numel(TRAINED) + checksum,), dtype, False)
             self._vectors[many] = Schema((spec,)).nbytes
         return self._vectors[many]
 
@@ -70,7 +73,7 @@ class TrainingBytes:
         pairs = self._masked if self._config.secagg.enabled else self._open
         for request, reply in pairs(round, counted, sites, whole):
             named, body = nbytes_of(request), encode(request, self._known)
-            if named <= (INLINE_BYTES if self._patch is None else 0):
+            if named <= self._inline:
                 down, messages = down + size(frames.Ask(body=body, data=bytes(named))), messages + 1
             else:
                 down += size(frames.Ask(body=body)) + self.weights_bytes(round, counted)
@@ -106,7 +109,8 @@ class TrainingBytes:
         """A session of secure aggregation as one site sees it, when nobody drops out: what it is asked, and
         what it answers. Keys, shares and signatures are as long as real ones."""
         config, many = self._config, self._together(len(sites))
-        quorum, threshold, degree = policy(config, "", self._extras).graph(many)
+        rules = policy(config, "", self._extras)
+        quorum, threshold, degree = rules.graph(many)
         encoding = encoding_of(config, 0, many, self._schema.model, self._extras)
         cohort, near, point = sites[:many], sites[: degree or many - 1], encoding.point
         terms = masks.Terms(
@@ -114,6 +118,7 @@ class TrainingBytes:
             cohort=dict.fromkeys(cohort, KEY), quorum=quorum, threshold=threshold, degree=degree,
             ring_bits=config.secagg.ring_bits, value_bits=point.value_bits, clip=point.clip,
             max_weight=point.max_weight, length=encoding.length,
+            verify=rules.checks(many),
         )  # fmt: skip
         keys = masks.Keys(
             certificate=CERTIFICATES, mask_key=KEY, seal_key=KEY, commitment=KEY, names=TRAINED,

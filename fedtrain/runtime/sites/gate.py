@@ -242,6 +242,38 @@ def hold(
         gate.sent["policy.bytes_out"] = BytesOut(policy.bytes_out)
 
 
+def hold_first_model(gate: Gate, policy: SitePolicy, own: str, answered: Callable[[str], bool]) -> None:
+    """Add the rule policy.initial: a site rejects a run that begins with another model than it expects.
+
+    From a first model that the aggregator chose, one sum over all sites gives it whole examples ("Robbing
+    the Fed", Fowl et al. 2022). A later model is compared with nothing here: with secagg.verify it is proven
+    to follow from the first one.
+
+    Args:
+        own: The hash_of of the model that the site's own trainer begins with, as hex digits; compared under
+            policy.initial = "own".
+        answered: Whether this site gave an update or an evaluation of the model with this hash_of into an
+            opened sum, in any of its runs: such a model is accepted under "own" too.
+    """
+    expected = own if policy.initial == "own" else policy.initial
+
+    def rule(request: Request, model: str) -> str:
+        first = isinstance(request, Train | Evaluate) and request.round == 0
+        if not first or model == expected or policy.initial == "any":
+            return ""
+        if policy.initial == "own" and answered(model):
+            return ""
+        mine = "the task's own model() gives" if policy.initial == "own" else "this site expects"
+        return (
+            f"the run would begin with the model {model}, and {mine} {expected}. A chosen first model can "
+            f"reveal single examples. If the people of the run confirm this model, by a way that the "
+            f"aggregator doesn't carry, run here: fedtrain policy set initial={model} (its own "
+            f"policy.initial)"
+        )
+
+    gate.models = {"policy.initial": rule} | gate.models
+
+
 def strangers(keys: Mapping[SiteId, str]) -> str:
     """Why a cohort with these sites, whose keys are not pinned, is refused, and what to do."""
     pins = " ".join(f"{site}={key}" for site, key in [*keys.items()][:5])

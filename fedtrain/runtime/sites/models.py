@@ -26,7 +26,8 @@ from ...secagg.masking import Parallel, serial
 from ...secagg.messages import CHECKSUM_BITS, VERSION, sum_schema
 from ...store import Ledger
 from ...store.disk import read_sealed, sealed, set_aside, write_whole
-from ..star.secure_terms import encoding_of
+from ..star.secure_terms import encoding_of, hash_of
+from ..threads import all_cores
 from ..trainers.trainer import Trains
 from ..trainers.trainer_messages import Summed
 
@@ -179,3 +180,14 @@ class Models:
 def named(schema: Schema) -> str:
     """The session of a sum that is shown."""
     return schema.tensors[0].name if schema.tensors else ""
+
+
+async def own_model(trainer: Trains, scratch: Path) -> str:
+    """The hash_of of the model that the site's own trainer begins with, as hex digits."""
+    out = scratch / "own"
+    try:
+        initial = await trainer.initial(out)
+        frozen = trainer.description.frozen.sha256
+        return (await asyncio.to_thread(hash_of, initial, all_cores(), frozen)).hex()
+    finally:
+        out.unlink(missing_ok=True)

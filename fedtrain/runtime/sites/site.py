@@ -21,7 +21,6 @@ from ...errors import ConfigError, JoinRefused, NotApproved, TaskError, WireErro
 from ...events import Emit, Notice, SiteRefused, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Recall, Reply, Request, SiteId, Train
-from ...pki import aggregator_target
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
@@ -29,9 +28,7 @@ from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Shar
 from ...store import Ledger
 from ...store.ledger import NEWEST, Newest
 from ...store.memory import NEVER
-from ...transport.endpoints import TRANSPORTS
-from ...transport.site_link import SiteLink, longest
-from ...transport.tls import Tls
+from ...transport.site_link import longest
 from ...wire import decode, encode
 from ...wire.codec import fetch_list
 from ..auditing import audited
@@ -44,14 +41,13 @@ from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approval, Approvals
-from .beginning import bind
-from .gate import Gate, gate_of
-from .models import CheckedSums, Models
+from .gate import Gate, gate_of, hold_first_model
+from .models import CheckedSums, Models, own_model
 from .pins import pins_of
 from .records import ledger_of
 from .secure_site import SECURE_REQUESTS, SecureSite, secure_site_of
 from .spent import Spent
-from .start import checked_policy, credentials_of, folder_of, hello_of
+from .start import checked_policy, credentials_of, folder_of, hello_of, link_of
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
@@ -287,18 +283,8 @@ async def run(
     try:
         trainer = await Supervised.begin(start)
         emit(approved[-1].event)  # of the bytes that the trainer loaded
-        address = config.network.address or config.network.listen
-        target = aggregator_target(credentials.identity.federation)
-        link = SiteLink(
-            TRANSPORTS["grpc"](lambda: Tls(*current.parts()), config.network.heartbeat),
-            address=address,
-            target=target,
-            inbox=ledger.inbox,
-            requests=SECURE_REQUESTS | Recall if config.secagg.enabled else REQUESTS,
-            trust=check,
-            emit=emit,
-            session_s=policy.session,
-        )
+        requests = SECURE_REQUESTS | Recall if config.secagg.enabled else REQUESTS
+        link = link_of(config, current, check, ledger.inbox, requests, policy, emit)
 
         def say(state: str, round: int) -> None:
             link.status(state)
@@ -318,13 +304,13 @@ async def run(
             )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         bounds = bounds_of(config, policy)
-        models = Models(config, ledger, trainer, emit, checked, f"{target} at {address}", all_cores())
+        models = Models(config, ledger, trainer, emit, checked, link.where, all_cores())
         # under masks nobody is told how many
         examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
         gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None, pins=pins)
         if secure is not None:
             gate.asked["policy.cohort_change"] = secure.tells_too_much
-            await bind(gate, policy, trainer, ledger.scratch, secure.answered)
+            hold_first_model(gate, policy, await own_model(trainer, ledger.scratch), secure.answered)
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
         of_models = MODELS * (about.schema.nbytes + about.frozen.schema.nbytes)

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...config import Config, SitePolicy, policy_from
 from ...config.project import load_only
 from ...digest import package_digest
 from ...errors import CertificateError
+from ...events import Emit
 from ...messages import SiteId
 from ...pki import Credentials
-from ...pki.identity import Current
+from ...pki.identity import Current, aggregator_target
+from ...pki.proof import AggregatorCheck
 from ...questions import Column
 from ...training.task import Task, load_task
+from ...transport.endpoints import TRANSPORTS
+from ...transport.site_link import SiteLink
+from ...transport.streams import Files
+from ...transport.tls import Tls
 from ...wire.frames import PROTOCOL, Bounds, Hello
 from ..own_code import check_beside_key
 from ..trainers.trainer_messages import Description
@@ -66,6 +73,23 @@ def hello_of(
         bounds=bounds,
         examples=examples,
         columns=columns,
+    )
+
+
+def link_of(
+    config: Config, current: Current, trust: AggregatorCheck, inbox: Files, requests: Any,
+    policy: SitePolicy, emit: Emit,
+) -> SiteLink:  # fmt: skip
+    """The site's connection to its aggregator, not yet made. `requests`: the message types it answers."""
+    return SiteLink(
+        TRANSPORTS["grpc"](lambda: Tls(*current.parts()), config.network.heartbeat),
+        address=config.network.address or config.network.listen,
+        target=aggregator_target(current().identity.federation),
+        inbox=inbox,
+        requests=requests,
+        trust=trust,
+        emit=emit,
+        session_s=policy.session,
     )
 
 

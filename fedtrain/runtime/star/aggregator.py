@@ -269,7 +269,7 @@ class JoinedSites:
         elif isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
             statistics.admit(request, reply)
         elif masks:
-            secure_rounds.admit(request, reply, self._longest)
+            checks.admit_step(request, reply, self._longest)
         else:
             registered, limits = self._store.examples_of(site), self._config.limits
             checks.admit(request, reply, self._update, limits, registered, self._extras)

@@ -18,11 +18,11 @@ from ...aggregation import aggregate, kept
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
-from ...errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
+from ...errors import RoundError, SecAggError, TooFewSites, Unfinished
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Failure, Metrics, Reply, Request, SiteId, Update, averages
+from ...messages import Failure, Metrics, Request, SiteId, Update, averages
 from ...schema import Schema
 from ...secagg import messages as msg
 from ...secagg.encoding import Encoding, Total
@@ -86,17 +86,6 @@ def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
     """Tell that one group of several has no sum."""
     emit(Notice(text=f"round {plan.round + 1}: a group's sum failed: {error}"))
-
-
-def admit(request: Request, reply: Reply, longest: int) -> None:
-    """BadUpdate unless the reply is of the step that was asked, of at most `longest` ring elements."""
-    due = {msg.Share: msg.Shares, msg.Mask: msg.Masked, msg.Agree: msg.Agreed, msg.Unmask: msg.Unmasked}
-    if isinstance(reply, Failure):
-        return
-    if not isinstance(reply, due.get(type(request), msg.Keys)):
-        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
-    if isinstance(reply, msg.Masked) and reply.vector.schema.numel > longest:
-        raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
 class KnowsCallers(Protocol):
