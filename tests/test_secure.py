@@ -26,8 +26,9 @@ from fedtrain.runtime.simulations.simulated_masks import MaskedCohort, Simulated
 from fedtrain.runtime.sites import secure_site
 from fedtrain.runtime.sites.secure_site import secure_site_of
 from fedtrain.runtime.sites.site import Site
-from fedtrain.runtime.star import checks, federated, secure_rounds, secure_terms
+from fedtrain.runtime.star import federated, secure_rounds, secure_terms
 from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.runtime.star.mutual import admit_step
 from fedtrain.runtime.star.secure_rounds import Settled
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
@@ -536,7 +537,7 @@ class Federation:
         self.cohort = RemoteCohort(
             GrpcTransport(tls(self.certs / "aggregator"), 5.0), listen="127.0.0.1:0", identify=identify,
             welcome=lambda site, hello: None,
-            admit=lambda site, request, reply: checks.admit_step(request, reply, 10_000),
+            admit=lambda site, request, reply: admit_step(request, reply, 10_000),
             inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure_rounds.REPLIES,
             idle_s=0.2, emit=self.events, prove=proving(self.certs),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from fedtrain.errors import Damaged, FedtrainError
 from fedtrain.events import Emit, Event
 from fedtrain.pki import init, issue
 from fedtrain.runtime import threads
-from fedtrain.runtime.sites import site
+from fedtrain.runtime.sites import site, start
 from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.trainer import Trainer, Trains
 from fedtrain.store import spool
@@ -339,7 +339,7 @@ class World:
         """What of the transport is another: where, its name, what stands there."""
         transports = {"grpc": lambda tls, heartbeat_s: SimTransport(self.network, tls, heartbeat_s)}
         return [(endpoints, "TRANSPORTS", transports), (aggregator, "TRANSPORTS", transports),
-                (site, "TRANSPORTS", transports)]  # fmt: skip
+                (start, "TRANSPORTS", transports)]  # fmt: skip
 
     @contextmanager
     def _own_world(self) -> Iterator[None]:

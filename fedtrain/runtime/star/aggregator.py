@@ -42,7 +42,7 @@ from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .enough import closing_early
 from .held_out import HeldOut, held_out
-from .mutual import Mutual
+from .mutual import Mutual, admit_step
 from .restored import admit as admit_newest
 from .restored import caught_up
 
@@ -269,7 +269,7 @@ class JoinedSites:
         elif isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
             statistics.admit(request, reply)
         elif masks:
-            checks.admit_step(request, reply, self._longest)
+            admit_step(request, reply, self._longest)
         else:
             registered, limits = self._store.examples_of(site), self._config.limits
             checks.admit(request, reply, self._update, limits, registered, self._extras)

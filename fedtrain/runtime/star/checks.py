@@ -17,7 +17,6 @@ from ...errors import BadUpdate
 from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import MAX_SUMS, Evaluate, Evaluation, Failure, Metrics, Reply, Request, Train, Update
 from ...schema import Schema, Section, chunks
-from ...secagg import messages as msg
 
 if TYPE_CHECKING:
     import torch
@@ -64,17 +63,6 @@ def admit(
         _check_values(reply.metrics)
     elif not (isinstance(request, Train | Evaluate) and isinstance(reply, Failure)):
         raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
-
-
-def admit_step(request: Request, reply: Reply, longest: int) -> None:
-    """BadUpdate unless the reply is of this step of a secure sum, with at most `longest` ring elements."""
-    due = {msg.Share: msg.Shares, msg.Mask: msg.Masked, msg.Agree: msg.Agreed, msg.Unmask: msg.Unmasked}
-    if isinstance(reply, Failure):
-        return
-    if not isinstance(reply, due.get(type(request), msg.Keys)):
-        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
-    if isinstance(reply, msg.Masked) and reply.vector.schema.numel > longest:
-        raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
 def answers(

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 
-from ...errors import SecAggError, some
+from ...errors import BadUpdate, SecAggError, some
 from ...events import Emit, Notice
 from ...exchange import Cohort
 from ...messages import Failure, Reply, Request, SiteId
-from ...secagg.messages import Terms
+from ...secagg.messages import Agree, Agreed, Keys, Mask, Masked, Share, Shares, Terms, Unmask, Unmasked
 from ...store import RunStore
 
 GRACE_S = 0.5  # how long further refusals may still come after the first one
@@ -95,6 +95,17 @@ class Mutual:
             )
         refused = [other for refuses, other in pairs if refuses == site]
         return f"it has not pinned {some(refused)} (its own policy.pin_members)"
+
+
+def admit_step(request: Request, reply: Reply, longest: int) -> None:
+    """BadUpdate unless the reply is of this step of a secure sum, with at most `longest` ring elements."""
+    due = {Share: Shares, Mask: Masked, Agree: Agreed, Unmask: Unmasked}
+    if isinstance(reply, Failure):
+        return
+    if not isinstance(reply, due.get(type(request), Keys)):
+        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
+    if isinstance(reply, Masked) and reply.vector.schema.numel > longest:
+        raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
 class SumExchanges:
