@@ -127,9 +127,12 @@ def may_be_quiet(file: Path, damage: Callable[[Path, bytes], None], used: Collec
     """Whether a damage takes nothing that anybody uses, so that nobody need be told. `used`: what is read of
     folders that also have older files."""
     return (
-        file.name in ("lock", "free", "events.jsonl", "released", "opened", "data.txt")
+        file.name
+        in ("lock", "free", "events.jsonl", "released", "opened", "data.txt", "weights", "newest.json")
         or file.name.endswith((".part", ".at", "-shm", "-wal"))  # sent again; SQLite's own
-        or bool({"train", "ranks"} & {*file.parts})  # written anew before it is read; read by people alone
+        or bool(
+            {"train", "trainer", "ranks"} & {*file.parts}
+        )  # written anew before it is read; read by people alone
         or (bool({"blobs", "inbox", "outbox", "checkpoints"} & {*file.parts}) and file not in used)
         or (file.name == "manifest.json" and damage is remove)  # as of a save that was never finished
         or (file.suffix == ".db" and damage in (flip, flip_another, zero, extend, swap))  # see -wal
@@ -179,7 +182,7 @@ class Star:
             {
                 "run": {"name": "r", "rounds": rounds, "seed": 3},
                 "strategy": {"kind": "fedadam", "min_sites": 3, "round_deadline": "20s"},
-                "secagg": {"enabled": masks, "max_examples": 10},
+                "secagg": {"enabled": masks, "max_examples": 10, "verify": False},
                 "privacy": {} if masks else {"clip": 100.0, "noise_multiplier": 1.0},
                 "network": {"idle": "1s"},
             },

@@ -200,7 +200,7 @@ REFUSED = {
 }
 GOOD = {
     "loader": of("Loader"),
-    **{f"sometimes-{zero}": of("Sometimes", zero=zero) for zero in range(4)},
+    **{f"sometimes-{zero}": of("Sometimes", zero=zero, find_unused=zero < 2) for zero in range(4)},
     **{f"sparse-{zero}": of("Sparse", zero=zero) for zero in (0, 2)},
     "traced": of("Traced", pp=2) | EVALUATED,
     "traced-interleaved": of("TracedDeep", pp=2, schedule="interleaved") | EVALUATED,

@@ -125,6 +125,7 @@ WORLDS = {
                 "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=east "
                 "-keyout east.key -out {root}/north.csr",
             ),
+            "fedtrain certs revoke": ("fedtrain certs issue site-9",),
             "fedtrain policy show": ("fedtrain task approve",),
             "fedtrain policy sign": ("fedtrain policy set min_cohort=3 evaluate_every=1",),
             "fedtrain aggregator": (
@@ -154,7 +155,7 @@ WORLDS = {
                 "cp runs/audit/aggregator.jsonl from-the-aggregator",
             ),
         },
-        changed={"pin south=": "pin outside=", "/media/stick": "{root}"},
+        changed={"pin south=": "pin outside=", "/media/stick": "{root}", "revoke site-3": "revoke site-9"},
     ),
     "docs/configuration.md": World(first=CLINIC),
     "docs/dashboard.md": World(first=FEDERATION),

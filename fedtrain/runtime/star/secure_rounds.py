@@ -151,7 +151,7 @@ class UnderMasks:
         self._callers, self._store, self._frozen = callers, store, frozen
         self._training, self._evaluation = (Settled(store, evaluation=it) for it in (False, True))
         self._shown: msg.RingArena | None = None  # the last sum, where sites check sums
-        self._dropped: dict[SiteId, str] = {}  # why each is out of the sums since it was in one, as was told
+        self._dropped: dict[SiteId, tuple[int, str]] = {}  # the round and the reason that were told last
         self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
@@ -320,7 +320,6 @@ class UnderMasks:
         number = plan.round + 1 if training else plan.round
         if training:
             for site in found.sites:
-                self._dropped.pop(site, None)
                 self._emit(UpdateReceived(round=number, site=site, nbytes=found.vector.nbytes))
         self._tell_dropped(number, found.dropped)
         for site in sorted(found.blamed.keys() & set(found.sites)):
@@ -338,8 +337,8 @@ class UnderMasks:
 
     def _tell_dropped(self, number: int, dropped: Mapping[SiteId, str]) -> None:
         for site, reason in sorted(dropped.items()):
-            if self._dropped.get(site) == reason:
+            if self._dropped.get(site) == (number, reason):  # at an earlier attempt
                 continue
-            self._dropped[site] = reason
+            self._dropped[site] = number, reason
             self._emit(UpdateRefused(round=number, site=site, reason=reason))
             self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
