@@ -404,8 +404,7 @@ class Config:
         if self.privacy.in_sums:  # else each site's own affair
             keys += ["privacy.where", "privacy.noise_multiplier", "privacy.clip"]
         pairs = {key: self.value(key) for key in keys if key not in LOCAL}
-        if not self.secagg.enabled:
-            pairs["secagg.verify"] = False  # there are no sums to check
+        pairs |= {} if self.secagg.enabled else {"secagg.verify": False}  # there are no sums to check
         return {k: repr(v) for k, v in sorted(pairs.items())}
 
     def digest(self) -> str:

@@ -227,7 +227,8 @@ def test_d1_statistics_are_of_the_sites_that_accept_each_other(world):
 @pytest.mark.slow(6)
 def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_have(world):
     """Two of five refuse for good: the quorum of five would be four."""
-    run = world(*FIVE, strategy={"min_sites": 3})
+    # Round 1 may be over the two and one other site: with checksums too few sites would have checked it.
+    run = world(*FIVE, strategy={"min_sites": 3}, secagg={"verify": False})
     for name in "de":
         run.policy(name, rounds=1)
     refused = lambda: {e["site"] for e in run["aggregator"].of("update_refused")}
