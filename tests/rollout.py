@@ -201,7 +201,7 @@ class Rollout:
 
             self.wait_for(lambda: len(questions()) > number)  # noqa: B023  # it is called here
             name, spoken = questions()[number]
-            self.wait_for(lambda: spoken in self.machines[name].said("join"))  # noqa: B023
+            self.wait_for(lambda: spoken in self.machines[name].said("join"))  # noqa: B023  # it is called here
             self.authority.answer("y")
         for name, guest in guests.items():
             assert guest.wait(WAIT_S) == 0, self.machines[name].said("join")
