@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 from .. import config
 from ..config import kind_in, one_of
@@ -25,13 +24,10 @@ from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unr
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus
 from .listed import listed, read
-from .mixing import WEIGHTS, Mixing
+from .mixing import WEIGHTS, Mixing, Out
 
-if TYPE_CHECKING:
-    from .mixing import Out
-
-    Members = Sequence[PeerId]
-    Draw = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
+Members = Sequence[PeerId]
+Draw = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
 
 __all__ = ["KINDS", "WEIGHTS", "Family", "Graph", "Mixing", "Topology", "names", "own_in", "parse"]
 

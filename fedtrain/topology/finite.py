@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from .fixed import hops
+from .mixing import Out
 
-if TYPE_CHECKING:
-    from .mixing import Out
-
-    Pairs = list[tuple[int, int, float]]
+Pairs = list[tuple[int, int, float]]
 
 
 def one_peer_exponential(n: int, t: int) -> Out:

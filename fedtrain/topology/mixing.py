@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..exchange import Neighborhood, PeerId
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Matrix = npt.NDArray[np.float64]
-    Out = Sequence[Sequence[int]]  # out[j]: the indices to which j sends, without j itself
-    Edges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
+Matrix = npt.NDArray[np.float64]
+Out = Sequence[Sequence[int]]  # out[j]: the indices to which j sends, without j itself
+Edges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,8 @@ class Models:
 
     async def made(self, patch: Patch, digest: str, hashed: Hashed) -> bool:
         """Make the model of this digest of a patch, or sum, and its base, which are here; whether it could be
-        made. `hashed` gives the hash_of a model in the inbox. ForgedSum for a sum, or a model, that is not what this site and others sent."""
+        made. `hashed` gives the hash_of a model in the inbox. ForgedSum for a sum, or a model, that is not
+        what this site and others sent."""
         summed = None
         assert isinstance(patch.arena, ArenaFile), patch
         if self._checked is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from .data import Dealt
 from .families import plan_of
 from .flops import Flops, peak_flops
 from .hooks import compress
+from .pipeline import Pipeline
 from .plan import Plan
 from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
@@ -55,9 +56,6 @@ from .wrap import (
     with_autocast,
     with_dense_gradients,
 )
-
-if TYPE_CHECKING:
-    from .pipeline import Pipeline
 
 
 class MeshEngine(Trainable, ShardedModel):

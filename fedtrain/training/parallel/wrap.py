@@ -11,11 +11,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
@@ -26,9 +27,6 @@ from ..precision import NARROW
 from ..task import Task
 from .families import unknown
 from .plan import Plan
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 HALVES = ("zero-bubble", "zbv")  # schedules that compute weights' gradients apart from inputs'
 Within = Callable[[], AbstractContextManager[Any]]
