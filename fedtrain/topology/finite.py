@@ -13,7 +13,7 @@ from itertools import zip_longest
 from .fixed import hops
 from .mixing import Out
 
-Pairs = list[tuple[int, int, float]]
+WeightedPairs = list[tuple[int, int, float]]
 
 
 def one_peer_exponential(n: int, t: int) -> Out:
@@ -23,7 +23,7 @@ def one_peer_exponential(n: int, t: int) -> Out:
 
 
 @cache
-def base(n: int, k: int) -> list[Pairs]:
+def base(n: int, k: int) -> list[WeightedPairs]:
     """The Base-(k+1) graph (Takezawa et al. 2023, Algorithm 3): exact for any n, with k neighbours at most.
 
     The n peers are p groups of q, where p is the product of n's prime factors up to k + 1. Groups average by
@@ -41,7 +41,7 @@ def base(n: int, k: int) -> list[Pairs]:
     return whole if len(whole) < len(within) + len(across) else within + across
 
 
-def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
+def simple_base(peers: Sequence[int], k: int) -> list[WeightedPairs]:
     """The simple Base-(k+1) graph (Takezawa et al. 2023, Algorithm 2).
 
     n is written in base k + 1; the digit a of the place (k+1)^p gives a block of a·(k+1)^p peers, in a
@@ -65,7 +65,7 @@ def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
     return _beside(schedules)
 
 
-def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
+def hyper_hypercube(peers: Sequence[int], k: int) -> list[WeightedPairs]:
     """The k-peer hyper-hypercube (Takezawa et al. 2023, Algorithm 1): round l averages groups of nₗ ≤ k + 1
     peers, where n is the product of as few nₗ as possible."""
     rounds, stride = [], 1
@@ -79,7 +79,7 @@ def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
     return rounds
 
 
-def _beside(schedules: Iterable[list[Pairs]]) -> list[Pairs]:
+def _beside(schedules: Iterable[list[WeightedPairs]]) -> list[WeightedPairs]:
     """One schedule of several, which have different peers or different rounds."""
     return [[pair for pairs in rounds for pair in pairs] for rounds in zip_longest(*schedules, fillvalue=[])]
 

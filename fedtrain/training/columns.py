@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ..errors import TaskError
 from ..questions import Column, difference
 from .batches import columns_of, named_tensors
+from .drawn import Indices
 from .examples import Stream, Tensors, examples_of
-from .partition import Indices
 from .task import Task, collate_of, folder_of, user_code
 
 MAX_COLUMNS, MAX_LABELS, MAX_NAME = 1024, 256, 128

@@ -15,18 +15,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..malloc import large_pages
 from .devices import backend_of, device_of_rank
 from .elastic import Left
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 LEAVE_S = 0.3  # torch's threads need so long after the groups are gone, or the process may abort

@@ -28,7 +28,6 @@ from ..population import Population
 from .drawn import Drawn, Indices
 from .task import Task, folder_of, test_split, user_code
 
-
 LABELS = "label", "labels", "target", "y"  # names of a column that may be the labels
 CENTRAL = "central"  # in place of a site: evaluates the one pool of data
 KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of the number

@@ -20,11 +20,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from obstore.store import S3Store
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import ConfigError, StoreError, Unreadable
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
 
 BLOCK = 8 << 20  # bytes a read, a write and a part of an upload
 GATHERED = 64 << 20  # bytes of ranges in one request to a bucket

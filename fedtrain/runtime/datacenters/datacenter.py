@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ...config import Config
 from ...errors import ConfigError, openly
@@ -24,7 +24,6 @@ from ...messages import summed
 from ...modes import check_dealt
 from ...store import Checkpoint, RunStore
 from ...strategies import build, corrects
-from ...training.checkpoint import Checkpoints
 from ...training.elastic import Leave, Left
 from ...training.engine import Step, over, steps_in_round
 from ...training.mesh import Mesh, Sizes, joined
@@ -44,6 +43,9 @@ from ..star.federated import central_noise
 from . import resuming
 from .islands import IslandSites, outer_of
 from .meter import Meter
+
+if TYPE_CHECKING:
+    from ...training.checkpoint import Checkpoints
 
 POOL = "datacenter"  # whose data it is where all ranks share it
 

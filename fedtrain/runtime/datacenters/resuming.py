@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from ...events import Emit, Notice
 from ...schema import Schema
 from ...store import RunStore
 from ...tracking.export import beginning
-from ...training.checkpoint import Checkpoints
 from ...training.collectives import firsts
 from ...training.mesh import Mesh
 from ...training.parallel.engine import MeshEngine
@@ -23,6 +23,9 @@ from ...training.parallel.state import State
 from ...training.places import try_to_write
 from ...training.task import task_digest
 from ..own_code import named_in
+
+if TYPE_CHECKING:
+    from ...training.checkpoint import Checkpoints
 
 
 def agreed(config: Config) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from .data import Dealt
 from .families import plan_of
 from .flops import Flops, peak_flops
 from .hooks import compress
-from .pipeline import Pipeline
 from .plan import Plan
 from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
@@ -56,6 +55,9 @@ from .wrap import (
     with_autocast,
     with_dense_gradients,
 )
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 
 class MeshEngine(Trainable, ShardedModel):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 # Dense bf16, from the makers' data sheets, by words of the device's name, the first row that fits; MFU is
 # against this whatever the precision.

@@ -11,12 +11,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
@@ -27,6 +26,9 @@ from ..precision import NARROW
 from ..task import Task
 from .families import unknown
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 HALVES = ("zero-bubble", "zbv")  # schedules that compute weights' gradients apart from inputs'
 Within = Callable[[], AbstractContextManager[Any]]
