@@ -195,7 +195,7 @@ def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
 
 
 def names_without_certificate(about: Description) -> str:
-    """A line that names the task's sites whose names no certificate takes; "" where there are none."""
+    """A line with the names of sites that no certificate takes; "" where there are none."""
     if about.pooled or not (unfit := [s for s in about.sites[:EACH] if not re.fullmatch(LABEL, s)]):
         return ""
     return (
