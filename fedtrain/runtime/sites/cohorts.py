@@ -168,7 +168,8 @@ class Cohorts:
                 write_whole(self._run / MARK, sealed(len(self._opened)), durable=False)
 
     def _notify(self, asked: Opened) -> None:
-        """Warn, once in a process, of two sums in a row over cohorts that differ by fewer than `change` sites."""
+        """Warn, once in a process, of two sums in a row over cohorts that differ by fewer than `change`
+        sites."""
         group = asked.kind, asked.schema
         before = next((s.cohort[1] for s in reversed(self._opened) if s.cohort[::2] == group), asked.sites)
         changed = len({*before} ^ {*asked.sites})

@@ -331,16 +331,8 @@ async def run(
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down or checked else None
-            reason = await link.serve(
-                hello,
-                site.fulfil,
-                site.welcomed,
-                patched,
-                agreed,
-                audit.answer,
-                refusal=site.refusal,
-                over=lambda: site.over,
-            )
+            ends = hello, site.fulfil, site.welcomed, patched, agreed, audit.answer
+            reason = await link.serve(*ends, refusal=site.refusal, over=lambda: site.over)
         finally:
             watching.cancel()
             await site.close()
