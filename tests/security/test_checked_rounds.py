@@ -18,6 +18,7 @@ from fedtrain.secagg.client import Owed
 from fedtrain.store import RunStore
 from fedtrain.store.disk import read_sealed
 from fedtrain.strategies import STRATEGIES, Strategy, build
+from fedtrain.transport.endpoints import RemoteCohort
 from tests.inprocess import Events, federation, final, simulated, with_port
 from tests.wards import WARDS
 
@@ -56,8 +57,17 @@ def state(config, site):
 def test_honest_rounds_have_the_bits_of_the_simulation_and_each_site_made_each_model_itself(
     config, monkeypatch
 ):
-    logs = {site: Events() for site in SITES}
+    """A small sum comes with the request that names it: only the first model is fetched."""
+    logs, fetched = {site: Events() for site in SITES}, []
+    download = RemoteCohort._download
+
+    async def noted(cohort, *call):
+        fetched.append(call)
+        await download(cohort, *call)
+
+    monkeypatch.setattr(RemoteCohort, "_download", noted)
     federation(config, SITES, logs=logs)
+    assert len(fetched) == len(SITES)
     simulated(config, monkeypatch)
     assert final(config.run_dir).load().data.equal(final(config.simulate_dir).load().data)
     for site in SITES:
