@@ -92,7 +92,7 @@ def joined(metrics: Mapping[str, float], ours: Mapping[str, float]) -> dict[str,
 
 def over_sites(by_site: Mapping[SiteId, Mapping[str, float]], lower: Lower) -> dict[str, float]:
     """The metrics with a suffix, of each metric that two sites or more give; a site whose value is NaN gives
-    none. Of a metric whose better direction is not known there is no worst tenth."""
+    none. Without a known better direction of the metric there is no worst tenth."""
     values: dict[str, list[float]] = {}
     for site in sorted(by_site):
         for name, value in by_site[site].items():

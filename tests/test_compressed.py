@@ -329,7 +329,7 @@ def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole
     for site in SITES:  # new disks: they have the model of model() alone
         shutil.rmtree(cfg.site_dir(site))
     assert 8 * patch > whole
-    assert federation(again, SITES).of("round_committed")[0]["bytes_out"] == 3 * whole
+    assert federation(again, SITES).of("round_committed")[0]["bytes_out"] == 3 * (whole + patch)
 
 
 def test_a_patch_that_gives_another_model_is_named_and_the_whole_model_is_fetched(tmp_path, monkeypatch):

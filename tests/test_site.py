@@ -2,6 +2,7 @@
 trainer may die at any moment."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
-from fedtrain.runtime.star.secure_terms import encoding_of, policy
+from fedtrain.runtime.star.secure_terms import encoding_of, hash_of, policy
 from fedtrain.runtime.trainers.supervised import Supervised
 from fedtrain.runtime.trainers.trainer import TrainerDied, Trains
 from fedtrain.runtime.trainers.trainer_messages import (
@@ -66,6 +67,22 @@ def config_of(folder):
 def secure_site(config):
     keys = SimulatedKeys()
     return SecureSite(config, "a", SimulatedKeys.FEDERATION, keys.signer("a"), keys)
+
+
+def test_a_model_is_hashed_again_when_its_file_has_changed(tmp_path):
+    """A site's masks and what it checked go by this hash."""
+    ledger = Ledger(tmp_path / "ledger")
+    site, model = Site("a", SCHEMA, ledger, None), Arena.zeros(SCHEMA)
+    (tmp_path / "weights").write_bytes(model.payload)
+    os.utime(tmp_path / "weights", (0, 0))  # long ago
+    weights, found = ArenaFile(SCHEMA, tmp_path / "weights", model.digest), []
+    for change in (False, False, True):
+        if change:
+            (tmp_path / "weights").write_bytes(bytes(model.payload)[:-1] + b"x")
+        found.append(asyncio.run(site._hash_of(weights)))
+    ledger.close()
+    assert found[0] == found[1] == hash_of(model)
+    assert found[2] == hash_of(weights) != found[0]
 
 
 def requests(kind, folder, config):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .base import Compressor, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
@@ -32,7 +34,6 @@ class Sign(Compressor):
         return True
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
-        import numpy as np
         import torch
 
         vector = checked(vector)
@@ -51,7 +52,6 @@ class Sign(Compressor):
         return payload, state
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
-        import numpy as np
         import torch
 
         scales, bits = parts(sized(payload, self, n), n, self.block)

@@ -222,7 +222,7 @@ class Codes:
         return code
 
     def open(self) -> list[Code]:
-        """The codes that may be used, or whose certificate may still be fetched, in the guests' order."""
+        """The codes that may be used, or still serve to fetch a certificate, in the guests' order."""
         return sorted((each.code for each in self._valid() if not each.done), key=lambda code: code.guest)
 
     def commit(self, code: Code, committed: bytes) -> bytes:

@@ -100,7 +100,7 @@ class Journal:
         self.noise = KnownNoise(config, emit)
         self.config, self.emit, self.clock = config, self.noise.emit, clock
         self.over: str | None = None  # why the run is over, once its model is exported
-        self.traffic: Traffic | None = None  # whose bytes are counted, all from 0 on
+        self.traffic: Traffic | None = None  # counts the bytes, all from 0 on
         self._counted = 0, 0  # of them: bytes in and out that an event has
         self._store, self._common = store, common
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING
 
 from ..config.values import BelowOne, Inner, NotNegative, Positive, require
 from ..keystream import KEY_BYTES, Keystream
-from ..learning import Bounded, Contribution, Found, Local, RoundSums
+from ..learning import Bounded, Contribution, Found, Local, RoundSums, State, Vector
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..learning import State, Vector
 
 
 @dataclass(frozen=True)

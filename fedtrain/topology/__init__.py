@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 from .. import config
 from ..config import kind_in, one_of
@@ -25,13 +24,10 @@ from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unr
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus
 from .listed import listed, read
-from .mixing import WEIGHTS, Mixing
+from .mixing import WEIGHTS, Mixing, Out
 
-if TYPE_CHECKING:
-    from .mixing import Out
-
-    Members = Sequence[PeerId]
-    Draw = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
+PeerIds = Sequence[PeerId]
+Draw = Callable[[PeerIds, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
 
 __all__ = ["KINDS", "WEIGHTS", "Family", "Graph", "Mixing", "Topology", "names", "own_in", "parse"]
 
@@ -109,7 +105,7 @@ class Topology:
         edges = sorted(set(read(Path(self.argument))))
         return hashlib.sha256(repr(edges).encode()).hexdigest()[:16]
 
-    def round(self, members: int | Members, t: int, seed: int = 0, epoch: int = 0) -> Mixing:
+    def round(self, members: int | PeerIds, t: int, seed: int = 0, epoch: int = 0) -> Mixing:
         """The graph of round t (0 first), with weights. `members`: names, or a number of peers. `epoch` is
         the number of the membership view: a new view draws random graphs anew. ConfigError when these
         members can't have such a graph."""
@@ -121,7 +117,7 @@ class Topology:
         """The number of rounds after which the graphs of n peers repeat; 0: never."""
         return max(1, found) if (found := self.family.period(n, self.argument)) or n < 2 else 0
 
-    def check(self, members: int | Members, seed: int = 0, epoch: int = 0) -> None:
+    def check(self, members: int | PeerIds, seed: int = 0, epoch: int = 0) -> None:
         """ConfigError unless there is a path from every member to every other, over all rounds together."""
         members = tuple(sorted(names(members) if isinstance(members, int) else members))
         out: list[set[int]] = [set() for _ in members]
@@ -135,13 +131,13 @@ class Topology:
                 f"{sender}, so they can't agree. Add edges, or choose another kind."
             )
 
-    def strangers(self, members: Members) -> list[PeerId]:
+    def strangers(self, members: PeerIds) -> list[PeerId]:
         """The names in a graph's file that are not members, sorted."""
         if self.kind != "file":
             return []
         return sorted({name for edge in read(Path(self.argument)) for name in edge} - set(members))
 
-    def near(self, members: Members, seed: int = 0, epoch: int = 0) -> tuple[Topology, str]:
+    def near(self, members: PeerIds, seed: int = 0, epoch: int = 0) -> tuple[Topology, str]:
         """(self, "") where these members can have such a graph, else (the nearest possible one, the reason).
         Runs use it because peers come and go."""
         try:
@@ -193,7 +189,7 @@ def _round(topology: Topology, members: tuple[PeerId, ...], t: int, seed: int, e
     return WEIGHTS[topology.weights or kind.weights](members, graph)
 
 
-def _scheduled(members: Members, schedule: list[list[tuple[int, int, float]]], t: int) -> Mixing:
+def _scheduled(members: PeerIds, schedule: list[list[tuple[int, int, float]]], t: int) -> Mixing:
     return Mixing.symmetric(members, schedule[t] if schedule else [])
 
 

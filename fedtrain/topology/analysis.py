@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config import require
 from . import Topology
 from .coalitions import smallest
-
-if TYPE_CHECKING:
-    from .mixing import Matrix
+from .mixing import Matrix
 
 GOAL = 1e-3
 EXACT = 1e-12  # a deviation that counts as 0, given float64's rounding

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..config.values import Settings, one_of, require
 from ..errors import ConfigError
 from ..exchange import PeerId
-from .mixing import WEIGHTS, Mixing
-
-if TYPE_CHECKING:
-    from .mixing import Out
-
+from .mixing import WEIGHTS, Mixing, Out
 
 AGAIN = (
     "gave another graph for the same round, so peers would disagree. Draw from `draw` alone, and depend on "

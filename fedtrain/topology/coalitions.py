@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import combinations
 from math import comb
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import Topology
-
-if TYPE_CHECKING:
-    from .mixing import Mixing
+from .mixing import Mixing
 
 ZERO = 1e-9
 FEWEST = 3  # senders whose models are summed under masks

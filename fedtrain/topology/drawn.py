@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from .mixing import Out
+from .mixing import Out
 
 TRIES = 200  # draws of a graph before a ConfigError
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from .fixed import hops
+from .mixing import Out
 
-if TYPE_CHECKING:
-    from .mixing import Out
-
-    Pairs = list[tuple[int, int, float]]
+WeightedPairs = list[tuple[int, int, float]]
 
 
 def one_peer_exponential(n: int, t: int) -> Out:
@@ -26,7 +23,7 @@ def one_peer_exponential(n: int, t: int) -> Out:
 
 
 @cache
-def base(n: int, k: int) -> list[Pairs]:
+def base(n: int, k: int) -> list[WeightedPairs]:
     """The Base-(k+1) graph (Takezawa et al. 2023, Algorithm 3): exact for any n, with k neighbours at most.
 
     The n peers are p groups of q, where p is the product of n's prime factors up to k + 1. Groups average by
@@ -44,7 +41,7 @@ def base(n: int, k: int) -> list[Pairs]:
     return whole if len(whole) < len(within) + len(across) else within + across
 
 
-def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
+def simple_base(peers: Sequence[int], k: int) -> list[WeightedPairs]:
     """The simple Base-(k+1) graph (Takezawa et al. 2023, Algorithm 2).
 
     n is written in base k + 1; the digit a of the place (k+1)^p gives a block of a·(k+1)^p peers, in a
@@ -68,7 +65,7 @@ def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
     return _beside(schedules)
 
 
-def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
+def hyper_hypercube(peers: Sequence[int], k: int) -> list[WeightedPairs]:
     """The k-peer hyper-hypercube (Takezawa et al. 2023, Algorithm 1): round l averages groups of nₗ ≤ k + 1
     peers, where n is the product of as few nₗ as possible."""
     rounds, stride = [], 1
@@ -82,7 +79,7 @@ def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
     return rounds
 
 
-def _beside(schedules: Iterable[list[Pairs]]) -> list[Pairs]:
+def _beside(schedules: Iterable[list[WeightedPairs]]) -> list[WeightedPairs]:
     """One schedule of several, which have different peers or different rounds."""
     return [[pair for pairs in rounds for pair in pairs] for rounds in zip_longest(*schedules, fillvalue=[])]
 

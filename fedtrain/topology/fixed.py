@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .mixing import Out
+from .mixing import Out
 
 
 def ring(n: int) -> Out:

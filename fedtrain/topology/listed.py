@@ -13,13 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..exchange import PeerId
-
-if TYPE_CHECKING:
-    from .mixing import Out
+from .mixing import Out
 
 
 def read(path: Path) -> list[tuple[PeerId, PeerId]]:

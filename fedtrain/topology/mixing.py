@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..exchange import Neighborhood, PeerId
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Matrix = npt.NDArray[np.float64]
-    Out = Sequence[Sequence[int]]  # out[j]: the indices to which j sends, without j itself
-    Edges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
+Matrix = npt.NDArray[np.float64]
+Out = Sequence[Sequence[int]]  # out[j]: the indices to which j sends, without j itself
+WeightedEdges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
 
 
 @dataclass(frozen=True)
@@ -25,11 +22,11 @@ class Mixing:
     """The weighted edges of one round. The members are sorted by name; an edge names them by index."""
 
     members: tuple[PeerId, ...]
-    edges: Edges
+    edges: WeightedEdges
     own: tuple[float, ...]  # W[i, i], the weight of a peer's own model
 
     @classmethod
-    def symmetric(cls, members: Sequence[PeerId], pairs: Edges) -> Mixing:
+    def symmetric(cls, members: Sequence[PeerId], pairs: WeightedEdges) -> Mixing:
         """Each pair (i, j, weight) as an edge both ways; a peer's own weight is what is left of 1."""
         own = np.ones(len(members))
         for i, j, weight in pairs:

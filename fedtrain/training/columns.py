@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from ..errors import TaskError
 from ..questions import Column, difference
 from .batches import columns_of, named_tensors
+from .drawn import Indices
 from .examples import Stream, Tensors, examples_of
 from .task import Task, collate_of, folder_of, user_code
-
-if TYPE_CHECKING:
-    from .partition import Indices
 
 MAX_COLUMNS, MAX_LABELS, MAX_NAME = 1024, 256, 128
 AT_ONCE = 1 << 16  # examples of tensors; others come in batches of train.eval_batch_size

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from ..digest import seed_of
 from ..errors import ConfigError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
-    Numbers = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,6 @@ class Drawn:
 
     def part(self, site: str) -> Indices:
         """The ascending indices of the site's examples."""
-        import numpy as np
-
         rng = self._generator(site)
         if self.kind == "shards":
             return self._pieces(rng)
@@ -66,8 +62,6 @@ class Drawn:
     def alike(self, site: str, others: Indices) -> Indices:
         """The site's indices among other examples with these labels, from the same labels' numbers: of each
         label as large a part as of the pool's, and of a new one as the site has of all."""
-        import numpy as np
-
         own = np.bincount(self.labels[self.part(site)], minlength=len(self._by_label.counts)).astype(float)
         pool = self._by_label.counts.astype(float)
         new = max(0, int(others.max()) + 1 - len(pool))
@@ -86,8 +80,6 @@ class Drawn:
 
     @cached_property
     def _random(self) -> np.random.RandomState:
-        import numpy as np
-
         return np.random.RandomState(0)
 
     @cached_property
@@ -97,14 +89,10 @@ class Drawn:
     @cached_property
     def _shuffled(self) -> Indices:
         """The pool sorted by label, at random within each."""
-        import numpy as np
-
         order = self._generator().permutation(len(self.labels))
         return order[np.argsort(self.labels[order], kind="stable")]
 
     def _pieces(self, rng: np.random.RandomState) -> Indices:
-        import numpy as np
-
         each, count = int(self.value), len(self.labels)
         most = count // -(-self.least // each)  # pieces of which so many have enough examples
         pieces = max(each, min(most, count * each // self.examples))
@@ -124,16 +112,12 @@ class _ByLabel:
 
     @classmethod
     def of(cls, labels: Indices, size: int) -> _ByLabel:
-        import numpy as np
-
         counts = np.bincount(labels, minlength=size)
         return cls(np.argsort(labels, kind="stable"), np.cumsum(counts) - counts, counts)
 
     def draw(self, rng: np.random.RandomState, logs: Numbers, least: int = 1) -> Indices:
         """Of each label exp(logs) examples, rounded at random and no more than there are; where that is less
         than `least` in all, more of the labels that have most."""
-        import numpy as np
-
         wanted = np.exp(np.minimum(logs, np.log(self.counts.max()) + 1))
         sizes = np.minimum(np.floor(wanted + rng.random_sample(len(logs))), self.counts).astype(np.int64)
         if sizes.sum() < least:
@@ -148,8 +132,6 @@ class _ByLabel:
 
 def _chosen(rng: np.random.RandomState, count: int, size: int) -> Indices:
     """So many different numbers below `count`, each set of them as likely as any other."""
-    import numpy as np
-
     if 2 * size > count:
         return rng.permutation(count)[:size]
     found = np.sort(rng.randint(count, size=size))

@@ -163,7 +163,7 @@ def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     if isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools"):
         raise TaskError(
             f"data() returned a {type(data).__name__}, which can be read only once, and each round reads the "
-            f"data again: return a DataLoader, a Dataset, or an object whose __iter__ begins anew"
+            f"data again: return a DataLoader, a Dataset, or an object that begins anew in each __iter__()"
         )
     own = getattr(type(data), "__getitem__", None)
     data = data.tensors if own is TensorDataset.__getitem__ else data

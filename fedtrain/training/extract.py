@@ -340,7 +340,7 @@ class Extraction:
         return f"[{', '.join(parts)}]" if kind is list else f"({''.join(f'{part}, ' for part in parts)})"
 
     def _array(self, value: Any) -> str:
-        """An array of numbers, whose elements lie in memory as here: so sums of them round alike."""
+        """An array of numbers with its elements in memory as here, so that sums of them round alike."""
         reach = [(n - 1) * step for n, step in zip(value.shape, value.strides, strict=True) if value.size]
         first = -sum(step for step in reach if step < 0)
         held = bytearray(sum(map(abs, reach)) + (value.itemsize if value.size else 0))
@@ -417,7 +417,7 @@ def at(tree: ast.AST, code: CodeType) -> list[Any]:
 
 @lru_cache(maxsize=4)
 def compiled(text: str, flags: int) -> list[CodeType]:
-    """All code objects of a file; and of a cell, whose statements are compiled one by one."""
+    """All code objects of a file; and of a cell, which IPython compiles statement by statement."""
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     modules = [ast.Module([each], []) for each in parsed(text).body]
     codes = [compile(each, "", "exec", flags, dont_inherit=True) for each in (parsed(text), *modules)]

@@ -166,7 +166,7 @@ class TorchOptimizer:
         unreached: Sequence[Coordinates] = (),
     ) -> None:
         """`taken`: where it is a scalar on the device, the kernels look whether to change anything. It steps
-        no parameter whose .grad is None: the `unreached` ones."""
+        no parameter that has .grad = None: the `unreached` ones."""
         if self._lacks and unreached:
             self._lacks = False
             make_slots(self.inner)

@@ -16,20 +16,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..config import SimulateConfig, one_of
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError, some
 from ..population import Population
-from .drawn import Drawn
+from .drawn import Drawn, Indices
 from .task import Task, folder_of, test_split, user_code
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
 
 LABELS = "label", "labels", "target", "y"  # names of a column that may be the labels
 CENTRAL = "central"  # in place of a site: evaluates the one pool of data
@@ -66,8 +63,6 @@ def partition(
 
 def _dealt(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int, least: int) -> list[Indices]:
     """The indices of each site's examples as they are dealt, fewer than `least` of some."""
-    import numpy as np
-
     kind, value = parse(spec)
     by_label = kind in ("dirichlet", "shards")
     if isinstance(labels, int) and by_label:
@@ -100,8 +95,6 @@ def _dealt(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int, 
 
 def _shares(rng: np.random.RandomState, alpha: float, sites: int) -> npt.NDArray[np.float64]:
     """A draw of Dirichlet(alpha), by logarithms of gammas: for a small alpha all gammas would round to 0."""
-    import numpy as np
-
     logs = np.log(rng.gamma(alpha + 1, size=sites)) + np.log1p(-rng.random_sample(sites)) / alpha
     shares: npt.NDArray[np.float64] = np.exp(logs - logs.max())
     shares /= shares.sum()
@@ -109,16 +102,12 @@ def _shares(rng: np.random.RandomState, alpha: float, sites: int) -> npt.NDArray
 
 
 def _cut(order: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
-    import numpy as np
-
     return np.split(order, np.rint(np.cumsum(shares)[:-1] * len(order)).astype(int))
 
 
 def _fill(parts: Sequence[Indices], least: int = 1) -> list[Indices]:
     """The parts, ascending, each with `least` or more: a smaller one gets the last of the part that is the
     largest at that moment, one by one. All together must have as many."""
-    import numpy as np
-
     filled, sizes = [*parts], [(-len(p), i) for i, p in enumerate(parts)]
     heapq.heapify(sizes)
     for i, part in enumerate(parts):
@@ -133,8 +122,6 @@ def _fill(parts: Sequence[Indices], least: int = 1) -> list[Indices]:
 def alike(parts: Sequence[Indices], labels: Any, others: Any, seed: int) -> list[Indices]:
     """Deal other examples as `parts` deal those of `labels`: each site gets the same share of each label, and
     the share that it has of all where a label is new. ConfigError when there are fewer than sites."""
-    import numpy as np
-
     labels, others = np.asarray(labels), np.asarray(others)
     if len(others) < len(parts):
         raise ConfigError(
@@ -156,8 +143,6 @@ def _by_label(
     rng: np.random.RandomState, labels: Any, sites: int, shares: Callable[[Any], npt.NDArray[np.float64]]
 ) -> list[Indices]:
     """The indices of each site's examples, of each label in the shares that the sites get of it."""
-    import numpy as np
-
     mine: list[list[Indices]] = [[] for _ in range(sites)]
     for label in np.unique(labels):
         cut = _cut(rng.permutation(np.flatnonzero(labels == label)), shares(label))
@@ -168,8 +153,6 @@ def _by_label(
 
 def _codes(labels: Any) -> Indices:
     """Labels as 0, 1, 2, ... in their sorted order."""
-    import numpy as np
-
     values = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind == "f":
         raise ConfigError(
@@ -181,7 +164,6 @@ def _codes(labels: Any) -> Indices:
 
 def labels_of(data: Any) -> Any:
     """Each example's label: from data()'s .targets or last tensor, else read one by one, or ConfigError."""
-    import numpy as np
     from torch.utils.data import Subset
 
     from .examples import Items, Tensors, examples_of
@@ -286,8 +268,6 @@ class SimulatedSites:
     def _eval_codes(self) -> Indices:
         """Labels of the pool's eval_data(): the place of each in the sorted labels of the pool, new ones
         after them."""
-        import numpy as np
-
         known, others = np.unique(self._labels(self.pool)), np.asarray(self._labels(self._eval_pool))
         new = np.setdiff1d(others, known)
         order = np.argsort(np.concatenate([known, new]), kind="stable")
@@ -329,8 +309,6 @@ class SimulatedSites:
 
     def _labels(self, data: Any) -> Any:
         """Each example's label; all alike for a partition that does not look at labels."""
-        import numpy as np
-
         from .examples import examples_of
 
         by_label = parse(self.simulate.partition)[0] in ("dirichlet", "shards")
@@ -366,8 +344,6 @@ def read(task: Task, split: str, site: str, run_seed: int) -> Any:
 def draw(labels: Any, parts: Mapping[str, Indices], path: Path, of: int = 0) -> None:
     """Draw the number of examples of each class at each site into an image, one bar a site (matplotlib).
     `of`: how many sites there are; 0: these."""
-    import numpy as np
-
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

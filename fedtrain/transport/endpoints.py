@@ -34,7 +34,7 @@ from ..events import Emit, Event, Notice, SiteRefused
 from ..messages import Found, Reply, Request, SiteId
 from ..schema import Schema
 from ..wire import frames
-from ..wire.codec import decode, encode, fetch_list, known
+from ..wire.codec import arenas, decode, encode, fetch_list, known
 from . import streams
 from .grpc import GrpcTransport
 from .port import Rate, Sparing
@@ -76,8 +76,8 @@ class RemoteCohort:
         are the message types that may come; `prove` gives the proof for a site's nonce and the lists of
         revoked certificates, see pki.proof; `frozen` are the run's frozen parameters, for sites whose
         model() has others; `schemas`: those that every site that fits has too, see SiteLink.serve. With
-        `inline` small models are sent with the requests that name them; who makes models of patches seldom
-        needs them. `witness`: as in AggregatorEnd."""
+        `inline` small models are sent with the requests that name them; without it, to sites that make models
+        of patches, their newest patches where these are small. `witness`: as in AggregatorEnd."""
         emit = Sparing(partial(self._tell, emit))
         self._transport, self._listen, self._emit = transport, listen, emit
         self._joins, self._calls = Rate(JOINS, JOIN_S), Rate(CALLS, CALL_S)
@@ -192,7 +192,8 @@ class RemoteCohort:
             for site, request in requests.items():
                 if id(request) not in asks:
                     body = encode(request, self._known)
-                    data = streams.inlined(request) if self._inline else b""
+                    named = arenas(request) if self._inline else streams.newest_patches(request)
+                    data = streams.inlined(named)
                     asks[id(request)] = frames.Ask(body=body, data=data)
                 self._end.ask(exchange, site, asks[id(request)], loop.time())
             self._set_timer()
@@ -366,7 +367,7 @@ class RemoteCohort:
 
     async def _answered(self, session: SiteSession, answer: frames.Answered) -> None:
         async def bring(reply: Reply) -> None:
-            await streams.unpack(self._inbox(session.site), reply, answer.data)
+            await streams.unpack(self._inbox(session.site), fetch_list(reply), answer.data)
             self.bytes_in += len(answer.data)
 
         taken = await self._take(session.site, answer, lambda: None, bring)

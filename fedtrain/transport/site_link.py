@@ -249,11 +249,12 @@ class SiteLink:
                     return await self._offer(call, request, refused)
                 if self._frozen is not None:
                     await self._fetch(call, self._frozen)
+                models = fetch_list(request)
                 if data:
-                    await streams.unpack(self._inbox, request, data)
-                else:
-                    for arena in fetch_list(request):
-                        await self._fetch(call, arena)
+                    patches = streams.newest_patches(request)
+                    await streams.unpack(self._inbox, patches if self._patched else models, data)
+                for arena in models if self._patched or not data else ():
+                    await self._fetch(call, arena)
                 await self._offer(call, request, await self._answer(request))
                 if why := self._over():
                     self._error = JoinRefused(why)
@@ -297,8 +298,8 @@ class SiteLink:
         body = encode(reply, self._end.known)
         nbytes = len(body) + sum(arena.schema.nbytes for arena in arenas(reply))
         self._emit(ReplySent(request=request.id, what=type(reply).__name__, nbytes=nbytes))
-        if streams.fits(reply):
-            answer = frames.Answered(id=request.id, body=body, data=streams.inlined(reply))
+        if streams.fits(arenas(reply)):
+            answer = frames.Answered(id=request.id, body=body, data=streams.inlined(arenas(reply)))
             self._outbox.put_nowait(encode(answer))
             return
         offered = {arena.digest: arena for arena in arenas(reply)}

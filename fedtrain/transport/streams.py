@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from ..arena import AnyArena, ArenaFile, no_link
 from ..errors import Broken, ConnectError, WireError
 from ..events import Emit, silent
 from ..messages import Message
-from ..wire.codec import arenas, fetch_list
+from ..wire.codec import arenas
 from ..wire.frames import CHUNK_BYTES, INLINE_BYTES
 
 CALLS = SESSION, DOWNLOAD, UPLOAD = "Session", "Download", "Upload"  # of a site
@@ -128,25 +128,29 @@ async def finished(transfer: Transfer) -> str:
 # --- arenas in the frame that names them
 
 
-def fits(message: Message) -> bool:
-    """Whether the bytes of a message's arenas may travel in its frame."""
-    return sum(arena.schema.nbytes for arena in arenas(message)) <= INLINE_BYTES
+def fits(named: Sequence[AnyArena]) -> bool:
+    """Whether the bytes of these arenas may travel in the frame of the message that names them."""
+    return sum(arena.schema.nbytes for arena in named) <= INLINE_BYTES
 
 
-def inlined(message: Message) -> bytes:
-    """The bytes of the arenas of a message that `fits`, one after the other; none of another."""
-    return (
-        b"".join(chunk for arena in arenas(message) for chunk in chunks(arena, 0)) if fits(message) else b""
-    )
+def inlined(named: Sequence[AnyArena]) -> bytes:
+    """The bytes of arenas that `fits` accepts, one after the other; otherwise b""."""
+    return b"".join(chunk for arena in named for chunk in chunks(arena, 0)) if fits(named) else b""
 
 
-async def unpack(files: Files, message: Message, data: bytes) -> None:
-    """Put the bytes that came with a message off the wire into the files of its arenas. WireError when these
-    are not all of their bytes."""
-    named, rest = fetch_list(message), memoryview(data)
+def newest_patches(message: Message) -> list[AnyArena]:
+    """The newest patch of each model that a message names."""
+    return [arena.patches[-1].arena for arena in arenas(message) if arena.patches]
+
+
+async def unpack(files: Files, named: Sequence[AnyArena], data: bytes) -> None:
+    """Put the bytes that came with a message off the wire into the files of these arenas, which it names.
+    WireError when these are not all of their bytes."""
+    rest = memoryview(data)
     if len(data) != (due := sum(arena.schema.nbytes for arena in named)):
         raise WireError(f"{len(data)} bytes came with a header that names {due}")
     for arena in named:
+        assert isinstance(arena, ArenaFile), arena
         async with opened(files, arena) as transfer:
             if not transfer.whole:
                 transfer.write(rest[transfer.offset : arena.schema.nbytes])

@@ -129,7 +129,8 @@ class Ask(Frame, frozen=True, kw_only=True, tag=True):
     """A request to a site, for training or an evaluation."""
 
     body: bytes  # a Request, encoded by codec.encode
-    data: bytes = b""  # the bytes of its arenas, one after the other; or they are to be fetched
+    # The bytes of its arenas, one after the other, or of their newest patches; or they are to be fetched.
+    data: bytes = b""
 
 
 class Answered(Frame, frozen=True, kw_only=True, tag=True):

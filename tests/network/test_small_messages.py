@@ -13,7 +13,7 @@ from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
 from fedtrain.transport.streams import unpack
-from fedtrain.wire.codec import UNFETCHED, decode, encode, known
+from fedtrain.wire.codec import UNFETCHED, decode, encode, fetch_list, known
 from fedtrain.wire.frames import INLINE_BYTES, Answered, Ask, FromAggregator, Rejected, Welcome
 from tests import federation
 from tests.federation import (
@@ -101,12 +101,12 @@ def test_bytes_that_came_are_put_into_files_by_the_schemas_and_any_other_number_
     update = Update(delta=ArenaFile(MODEL.schema, UNFETCHED, MODEL.digest), num_examples=1.0)
     for wrong in (b"", data[:-1], data + b"x"):
         with pytest.raises(WireError, match=f"{len(wrong)} bytes came with a header that names {len(data)}"):
-            asyncio.run(unpack(files, update, wrong))
+            asyncio.run(unpack(files, fetch_list(update), wrong))
     with pytest.raises(WireError, match="1 bytes came"):
-        asyncio.run(unpack(files, Evaluation(metrics={}), b"x"))
+        asyncio.run(unpack(files, [], b"x"))
     assert [*tmp_path.iterdir()] == []
     for _ in range(2):
-        asyncio.run(unpack(files, update, data))
+        asyncio.run(unpack(files, fetch_list(update), data))
         assert update.delta.path.read_bytes() == data
 
 

@@ -18,6 +18,7 @@ from fedtrain.secagg.client import Owed
 from fedtrain.store import RunStore
 from fedtrain.store.disk import read_sealed
 from fedtrain.strategies import STRATEGIES, Strategy, build
+from fedtrain.transport.endpoints import RemoteCohort
 from tests.inprocess import Events, federation, final, simulated, with_port
 from tests.wards import WARDS
 
@@ -56,8 +57,17 @@ def state(config, site):
 def test_honest_rounds_have_the_bits_of_the_simulation_and_each_site_made_each_model_itself(
     config, monkeypatch
 ):
-    logs = {site: Events() for site in SITES}
+    """A small sum comes with the request that names it: only the first model is fetched."""
+    logs, fetched = {site: Events() for site in SITES}, []
+    download = RemoteCohort._download
+
+    async def noted(cohort, *call):
+        fetched.append(call)
+        await download(cohort, *call)
+
+    monkeypatch.setattr(RemoteCohort, "_download", noted)
     federation(config, SITES, logs=logs)
+    assert len(fetched) == len(SITES)
     simulated(config, monkeypatch)
     assert final(config.run_dir).load().data.equal(final(config.simulate_dir).load().data)
     for site in SITES:
@@ -137,26 +147,24 @@ def test_what_a_site_has_to_check_outlives_its_process(tmp_path):
     CheckedSums(tmp_path, Events()).owe(owed)
     again = CheckedSums(tmp_path, Events())
     assert again.known.owed == owed
-    again.made("d", 5)
-    assert CheckedSums(tmp_path, Events()).has_checked(5, "d", b"model")
+    again.made(b"model", 5)
+    assert CheckedSums(tmp_path, Events()).has_checked(5, b"model")
 
 
 def test_a_model_counts_as_checked_for_its_round_alone_and_by_what_binds_to_it(tmp_path):
-    """A digest does not bind: once checked, the model goes by its hash."""
     sums = CheckedSums(tmp_path, Events())
-    assert sums.has_checked(0, "initial", b"0")
-    assert not sums.has_checked(1, "d", b"model")
-    sums.made("d", 1)
-    assert not sums.has_checked(2, "d", b"model")
-    assert sums.has_checked(1, "d", b"model")
-    assert sums.has_checked(1, "whatever", b"model")
-    assert not sums.has_checked(1, "d", b"other")
+    assert sums.has_checked(0, b"0")
+    assert not sums.has_checked(1, b"model")
+    sums.made(b"model", 1)
+    assert not sums.has_checked(3, b"model")
+    assert sums.has_checked(1, b"model")
+    assert not sums.has_checked(1, b"other")
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"owed": 3}'])
 def test_a_site_whose_memory_of_sums_is_damaged_has_checked_nothing(tmp_path, damage):
     (tmp_path / FILE).write_bytes(damage)
-    assert not CheckedSums(tmp_path, Events()).has_checked(1, "d", b"model")
+    assert not CheckedSums(tmp_path, Events()).has_checked(1, b"model")
 
 
 # --- what it doesn't go with
@@ -226,16 +234,16 @@ def test_by_default_a_round_over_more_sites_than_share_keys_is_not_checked(confi
 def test_the_model_after_a_round_without_checksums_needs_no_check(tmp_path):
     sums = CheckedSums(tmp_path, Events())
     sums.owe(Owed(bytes(32), 4, b"", 150, ("a", "b", "c"), ("loss",)))
-    assert sums.has_checked(5, "d", b"model")
-    assert not sums.has_checked(6, "e", b"next")
+    assert sums.has_checked(5, b"model")
+    assert not sums.has_checked(6, b"next")
 
 
 def test_a_round_that_moves_the_model_by_nothing_leaves_it_checked(tmp_path):
     sums = CheckedSums(tmp_path, Events())
-    assert sums.has_checked(0, "d", b"model")
-    assert sums.has_checked(1, "d", b"model")
-    assert sums.has_checked(2, "d", b"model")
-    assert not sums.has_checked(4, "d", b"model")
+    assert sums.has_checked(0, b"model")
+    assert sums.has_checked(1, b"model")
+    assert sums.has_checked(2, b"model")
+    assert not sums.has_checked(4, b"model")
 
 
 @pytest.mark.parametrize("kind", ["fedadam", "fedavgm", "scaffold", "dp_fedavg"])

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...aggregation import WeightedMean
 from ...arena import Arena
@@ -27,6 +26,7 @@ from ...store import AGREED, Checkpoint, RunStore
 from ...store.memory import DataNotes
 from ...store.rounds import MadeOf
 from ...topology import Topology
+from ...training.task import Task
 from ...transport.memory import LocalNetwork
 from ..journal import Journal, Lap, Result
 from ..peers.consensus import Consensus
@@ -40,9 +40,6 @@ from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
 from .simulation import forget, names_without_certificate
 from .site_models import slowness
-
-if TYPE_CHECKING:
-    from ...training.task import Task
 
 UNEVEN = ("dirichlet", "shards")  # partitions that give sites other kinds of examples
 

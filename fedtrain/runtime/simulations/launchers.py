@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ...config import Config
 from ...errors import ConfigError
+from ...training.task import Task
 from ..threads import while_torch_loads
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
@@ -19,9 +20,6 @@ from ..trainers.workbench import Workbench
 from .gpus import dealt, gpus_here, workers_on
 from .local_trainer import ONE_AT_A_TIME, LocalTrainer
 from .shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from ...training.task import Task
 
 
 class Launcher(Protocol):

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from ...exchange import in_order
 from ...fairness import SERVER
 from ...messages import Evaluate, Evaluation, Folded, Metrics, Reply, Request, SiteId, Train, Update
 from ...store.memory import NEVER
+from ...training.task import Task
 from ..journal import Averages, plain
 from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
@@ -40,9 +41,6 @@ from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
 from .shares import Failures, Share, asked_of, folded, reply_of, singly
 from .training_bytes import TrainingBytes
-
-if TYPE_CHECKING:
-    from ...training.task import Task
 
 T = TypeVar("T")
 Cut = Callable[..., list[Share]]  # shares.folded or shares.singly

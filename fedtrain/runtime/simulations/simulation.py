@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import SITE_MODELS, Config, SimulateConfig
 from ...errors import ConfigError, Damaged, some
@@ -28,6 +28,7 @@ from ...store import Checkpoint, RunStore
 from ...store.disk import lock
 from ...store.memory import DataNotes
 from ...strategies import beginning, build
+from ...training.task import Task
 from ..journal import Clock, Journal, Result, no_data, some_of
 from ..sites import compressed
 from ..sites.spent import Spending
@@ -43,9 +44,6 @@ from .pool import PoolCohort
 from .shares import AHEAD
 from .simulated_masks import SimulatedMasks
 from .traces import traced
-
-if TYPE_CHECKING:
-    from ...training.task import Task
 
 TRIED_SITES = 48  # spread over all; as many as are trained at once
 DRAWN_SITES = 1000  # in a picture, at most
@@ -197,7 +195,7 @@ def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
 
 
 def names_without_certificate(about: Description) -> str:
-    """A line that names the task's sites whose names no certificate takes; "" where there are none."""
+    """A line with the names of sites that no certificate takes; "" where there are none."""
     if about.pooled or not (unfit := [s for s in about.sites[:EACH] if not re.fullmatch(LABEL, s)]):
         return ""
     return (

@@ -44,8 +44,8 @@ class TrainingBytes:
         self._config, self._schema, self._update, self._extras = config, schema, update, extras
         down = compressed.down_codec(config, schema)
         self._patch = down.coded if down else None
-        # Sites that make a model of patches, or of sums, fetch each model in a stream.
-        self._inline = 0 if down or verifies(config) else INLINE_BYTES
+        # Sites that make a model of patches, or of sums, fetch a whole model in a stream.
+        self._patched = down is not None or verifies(config)
         self._known = known([schema, update])
         self._vectors: dict[int, int] = {}  # sites in a sum -> bytes of a masked vector
 
@@ -71,12 +71,14 @@ class TrainingBytes:
         """What one training in a round with these sites asks of one of them, but for its examples."""
         whole, down, up, messages = ArenaFile(self._schema, Path(), DIGEST), 0, 0, 0
         pairs = self._masked if self._config.secagg.enabled else self._open
+        inline = INLINE_BYTES if not self._patched or round - counted == 1 <= round else 0
         for request, reply in pairs(round, counted, sites, whole):
             named, body = nbytes_of(request), encode(request, self._known)
-            if named <= self._inline:
+            named = named and self.weights_bytes(round, counted)
+            if named <= inline:
                 down, messages = down + size(frames.Ask(body=body, data=bytes(named))), messages + 1
             else:
-                down += size(frames.Ask(body=body)) + self.weights_bytes(round, counted)
+                down += size(frames.Ask(body=body)) + named
                 up, messages = up + size(frames.Fetch(digest=DIGEST, offset=0)), messages + FETCHED
             named, body = nbytes_of(reply), encode(reply, self._known)
             if named <= INLINE_BYTES:

@@ -42,7 +42,7 @@ from ...store.disk import Warn, sealed, silent, write_whole
 from .records import check_length
 
 FILE = "cohorts.jsonl"
-MARK = "opened"  # in the folder of a run whose sums are in the guard's file
+MARK = "opened"  # in the folder of a run that has sums in the guard's file
 RULES = SitePolicy()  # by default what two sums differ by is a sum over three, as any sum must be
 SKETCH = 64  # numbers in a sketch
 AT_ONCE = 1 << 16  # coordinates, of which all copies stay in a core's cache
@@ -168,7 +168,8 @@ class Cohorts:
                 write_whole(self._run / MARK, sealed(len(self._opened)), durable=False)
 
     def _notify(self, asked: Opened) -> None:
-        """Warn, once in a process, of two sums in a row whose cohorts differ by fewer than `change` sites."""
+        """Warn, once in a process, of two sums in a row over cohorts that differ by fewer than `change`
+        sites."""
         group = asked.kind, asked.schema
         before = next((s.cohort[1] for s in reversed(self._opened) if s.cohort[::2] == group), asked.sites)
         changed = len({*before} ^ {*asked.sites})

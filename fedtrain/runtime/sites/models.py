@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -27,11 +28,12 @@ from ...secagg.messages import CHECKSUM_BITS, VERSION, sum_schema
 from ...store import Ledger
 from ...store.disk import read_sealed, sealed, set_aside, write_whole
 from ..star.secure_terms import encoding_of, hash_of
-from ..threads import all_cores
+from ..threads import all_cores, in_thread
 from ..trainers.trainer import Trains
 from ..trainers.trainer_messages import Summed
 
 FILE = "checked.json"
+Hashed = Callable[[ArenaFile], Awaitable[bytes]]
 KEEP = 3  # newest models of which a site knows that it checked them
 
 
@@ -39,7 +41,6 @@ class SeenSums(msgspec.Struct):
     """What a site remembers of the sums that it was in, over restarts."""
 
     owed: Owed | None = None  # of the last session
-    made: dict[str, int] = {}  # digest of a model that this site made of a sum -> rounds in it
     checked: dict[str, int] = {}  # hash_of a model that it checked, as hex digits -> rounds in it
 
 
@@ -60,16 +61,13 @@ class CheckedSums:
         self.known.owed = owed
         self._keep()
 
-    def made(self, digest: str, rounds: int) -> None:
-        """This site made the model of this digest of a checked sum."""
-        self.known.made[digest] = rounds
+    def made(self, model: bytes, rounds: int) -> None:
+        """This site made the model with this hash_of from a checked sum."""
+        self.known.checked[model.hex()] = rounds
         self._keep()
 
-    def has_checked(self, rounds: int, digest: str, model: bytes) -> bool:
-        """Whether this site checked the model of so many rounds, with this digest and hash_of.
-
-        Asked before any work on the model, when what was made of a sum is still where it was made.
-        """
+    def has_checked(self, rounds: int, model: bytes) -> bool:
+        """Whether this site checked the model of so many rounds, with this hash_of."""
         known, name = self.known, model.hex()
         if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
             return True  # no site could
@@ -78,11 +76,6 @@ class CheckedSums:
             if known.checked.get(name) != rounds:
                 known.checked[name] = rounds
                 self._keep()
-            return True
-        if known.made.get(digest) == rounds:
-            del known.made[digest]  # which doesn't bind to the model
-            known.checked[name] = rounds
-            self._keep()
             return True
         self._emit(
             Notice(
@@ -93,9 +86,9 @@ class CheckedSums:
         return False
 
     def _keep(self) -> None:
-        for rounds in (self.known.made, self.known.checked):
-            for old in sorted(rounds, key=rounds.__getitem__)[:-KEEP]:
-                del rounds[old]
+        rounds = self.known.checked
+        for old in sorted(rounds, key=rounds.__getitem__)[:-KEEP]:
+            del rounds[old]
         write_whole(self._path, sealed(self.known), durable=False)
 
 
@@ -117,9 +110,10 @@ class Models:
         self._checked, self._aggregator, self._parallel = checked, aggregator, parallel
         self._schema, self._extras = trainer.description.schema, trainer.description.extras
 
-    async def made(self, patch: Patch, digest: str) -> bool:
+    async def made(self, patch: Patch, digest: str, hashed: Hashed) -> bool:
         """Make the model of this digest of a patch, or sum, and its base, which are here; whether it could be
-        made. ForgedSum for a sum, or a model, that is not what this site and others sent."""
+        made. `hashed` gives the hash_of a model in the inbox. ForgedSum for a sum, or a model, that is not
+        what this site and others sent."""
         summed = None
         assert isinstance(patch.arena, ArenaFile), patch
         if self._checked is not None:
@@ -131,7 +125,7 @@ class Models:
                 or named(patch.arena.schema) != owed.sid.hex()
             ):
                 return False
-            await asyncio.to_thread(self._check, owed, patch.arena)
+            await in_thread(patch.arena.schema.nbytes, self._check, owed, patch.arena)
             summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)
         inbox, out = self._ledger.inbox, self._ledger.scratch / "patched"
         try:
@@ -148,7 +142,8 @@ class Models:
         os.replace(out, inbox.file(digest))
         inbox.arrived(digest)
         if self._checked is not None and summed is not None:
-            self._checked.made(digest, summed.round + 1)
+            made = ArenaFile(self._schema, inbox.file(digest), digest)
+            self._checked.made(await hashed(made), summed.round + 1)
         return True
 
     async def keep_initial(self) -> None:

@@ -95,7 +95,7 @@ class SecureSite:
     def asked_about(self, request: Train | Evaluate, model: bytes) -> None:
         """Before the work on `model` (hash_of): find out whether this site checked what it was made of."""
         if self._checked is not None:
-            self._has_checked = self._checked.has_checked(request.round, request.weights.digest, model)
+            self._has_checked = self._checked.has_checked(request.round, model)
 
     def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> msg.Keys | Failure:
         """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...arena import ArenaFile, Frozen, Patch
+from ...arena import AnyArena, ArenaFile, Frozen, Patch
 from ...config import Config
 from ...digest import sha256_of
 from ...errors import ConfigError, JoinRefused, NotApproved, TaskError, WireError
@@ -37,7 +37,7 @@ from ..own_code import load_only_beside_key
 from ..star.agreement import bounds_of
 from ..star.restored import newest_model
 from ..star.secure_terms import hash_of, unverified, verifies
-from ..threads import all_cores
+from ..threads import all_cores, in_thread
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approval, Approvals
@@ -86,6 +86,7 @@ class Site:
         self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
         self._fetched: ArenaFile | None = None  # the run's, where they are others
         self._given = False  # whether the trainer has them
+        self._hashed: tuple[object, bytes] = (), b""  # the newest model's file as it was, and its hash_of
         self.over = ""  # why this process answers nothing any more, until people act here
 
     def welcomed(self, frozen: str) -> ArenaFile | None:
@@ -104,7 +105,7 @@ class Site:
         """As Models.made."""
         assert self._models is not None
         await self._stop_work()  # on a model that is passed
-        return await self._models.made(patch, digest)
+        return await self._models.made(patch, digest, self._hash_of)
 
     def refusal(self, request: Request) -> Failure | None:
         """The reply to what this site does not answer, before a byte that the request names is fetched."""
@@ -134,10 +135,10 @@ class Site:
             case Train(), None:
                 return await self._result(request, request.weights.digest + self._frozen.digest)
             case Evaluate(), None:
-                return await self._result(request, (await self._hash_of(request)).hex())
+                return await self._result(request, (await self._hash_of(request.weights)).hex())
             case Advertise() | AdvertiseEvaluation(), SecureSite():
-                model = await self._hash_of(request)
-                await asyncio.to_thread(self._secure.asked_about, request, model)
+                model = await self._hash_of(request.weights)
+                self._secure.asked_about(request, model)
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
@@ -172,9 +173,16 @@ class Site:
             self._under_way = (key, asyncio.create_task(self._work(key, request)))
         return await asyncio.shield(self._under_way[1])
 
-    async def _hash_of(self, request: Train | Evaluate) -> bytes:
-        """What binds to the request's model, as two models may have one digest."""
-        return await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
+    async def _hash_of(self, weights: AnyArena) -> bytes:
+        """What binds to a model in the inbox, as two models may have one digest. The file is read again when
+        it was changed since it was hashed last."""
+        assert isinstance(weights, ArenaFile), weights
+        there, frozen = os.stat(weights.file), await self._bound()
+        now = frozen, there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns
+        if self._hashed[0] != now:
+            nbytes = weights.schema.nbytes
+            self._hashed = now, await in_thread(nbytes, hash_of, weights, all_cores(), frozen)
+        return self._hashed[1]
 
     async def _bound(self) -> str:
         """SHA-256 of the frozen parameters that this site trains with."""
@@ -323,16 +331,8 @@ async def run(
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down or checked else None
-            reason = await link.serve(
-                hello,
-                site.fulfil,
-                site.welcomed,
-                patched,
-                agreed,
-                audit.answer,
-                refusal=site.refusal,
-                over=lambda: site.over,
-            )
+            ends = hello, site.fulfil, site.welcomed, patched, agreed, audit.answer
+            reason = await link.serve(*ends, refusal=site.refusal, over=lambda: site.over)
         finally:
             watching.cancel()
             await site.close()

@@ -54,7 +54,7 @@ async def caught_up(
                 continue
             journal.emit(Notice(text=(
                 f"this run directory ended with round {own}, as a copy does: the run goes on after round "
-                f"{number}, whose model {len(holders)} sites hold. What it had of the rounds between is lost"
+                f"{number}: {len(holders)} sites hold its model. What it had of the rounds between is lost"
             )))  # fmt: skip
             for lost in range(own, number):
                 if noise is not None:

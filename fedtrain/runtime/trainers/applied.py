@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
 from ...digest import seed_of
+from ...strategies import Strategy
 from ..sites import compressed
 from ..star.secure_terms import encoding_of
 from . import trainer_messages as msg
-
-if TYPE_CHECKING:
-    from ...strategies import Strategy
 
 
 def applied(config: Config, strategy: Strategy, about: msg.Description, command: msg.Apply) -> Arena:
