@@ -17,7 +17,8 @@ from hypothesis import settings
 
 import fedtrain.transport  # noqa: F401  before gRPC, which it tells what forks are to find
 
-settings.register_profile("machine", deadline=None)  # how long an example takes is the machine's affair
+# How long an example takes is the machine's affair. A test that wants more examples says so.
+settings.register_profile("machine", deadline=None, max_examples=50)
 settings.load_profile("machine")
 torch.set_num_threads(1)  # on busy cores a second one waits, and spins, most of the time
 
