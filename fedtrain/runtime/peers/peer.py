@@ -36,7 +36,7 @@ from ...store import AGREED, RunStore
 from ...store.disk import private, private_folder
 from ...topology import Topology
 from ...transport.admission import FAST, Curve, curve_speed
-from ...transport.links import LinkSettings
+from ...transport.link import LinkSettings
 from ...transport.shares import Limits
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
