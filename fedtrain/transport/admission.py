@@ -24,14 +24,13 @@ from ..errors import CertificateError, ConnectError, JoinRefused, NotPinned, Wir
 from ..events import Emit, Notice, SiteRefused
 from ..exchange import Contact, PeerId
 from ..wire.codec import decode, encode
-from ..wire.frames import CHUNK_BYTES, Refused
+from ..wire.frames import Refused
 from ..wire.gossip import FRAME_BYTES, TEXT_BYTES, Header, Kind, Stamp, pack, text_of, unpack
 
 DOMAIN = b"fedtrain.gossip"
 GUEST_S = 0.2  # between what the holder of an invitation says
 ASK_S = 1.0  # after which it says it again
 REASON_CHARS = 500  # of a refusal, which another peer words
-FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
 NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -306,29 +305,3 @@ class Introductions:
     def changed(self) -> bool:
         """Whether there is something that not all were told."""
         return self._told != frozenset(self._roster.statements())
-
-
-def curve_speed(total: int = 16 << 20) -> float:
-    """Bytes for a second of CPU that CURVE takes from one socket to another, in this process; 0.0 when
-    nothing arrives. CPU, so that a machine which is busy is not taken for one that is slow."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    giver, taker = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    try:
-        giver.linger, taker.rcvtimeo = 0, 5000
-        mine, theirs = Curve.new(), Curve.new()
-        taker.curve_server, taker.curve_publickey, taker.curve_secretkey = True, theirs.public, theirs.secret
-        mine.call(giver, theirs.public)
-        giver.connect(f"tcp://127.0.0.1:{taker.bind_to_random_port('tcp://127.0.0.1')}")
-        chunk = bytes(CHUNK_BYTES)
-        giver.send(b"")
-        taker.recv()  # the handshake is done
-        began = time.process_time()
-        for _ in range(total // CHUNK_BYTES):
-            giver.send(chunk)
-        for _ in range(total // CHUNK_BYTES):
-            taker.recv(copy=False)
-        return total / max(time.process_time() - began, 1e-9)
-    except zmq.Again:
-        return 0.0
-    finally:
-        context.destroy(0)

@@ -68,7 +68,7 @@ MEANINGS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # a key never reaches a log
 class Tls:
     """PEM bytes of one end. The key goes to gRPC and nowhere else."""
 
@@ -76,9 +76,6 @@ class Tls:
     chain: bytes  # own certificate, then the issuing CA's
     root: bytes  # the federation's root: nothing else is trusted
     others: tuple[tuple[bytes, bytes], ...] = ()  # keys and chains to be shown to who asks for their names
-
-    def __repr__(self) -> str:
-        return "Tls(...)"  # a key never reaches a log
 
     def server(self) -> grpc.ServerCertificateConfiguration:
         """What a server shows, and whom it believes."""
