@@ -105,10 +105,6 @@ class Links:
             self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
         return self._links[peer]
 
-    def agrees(self, peer: PeerId) -> bool:
-        """Whether there is a connection over which shares may go."""
-        return peer in self._links and self._links[peer].agreed
-
     def wake(self) -> None:
         """Have `woken` called, from any thread."""
         with contextlib.suppress(OSError):  # closed at this moment, or as many wait as there is room for
@@ -193,9 +189,7 @@ class Links:
     def cut(self, link: Link, last_words: Sequence[bytes] = ()) -> None:
         """End our call and its calls. It may still read the last words, which are bodies of MEMBERS."""
         if last_words:
-            self._tell(link, link.ways, ((Kind.MEMBERS, body) for body in last_words))
-            self._end_our_call(link, LAST_WORDS_S)
-            self._part(link, link.routes)
+            self._dismiss(link, link.ways, ((Kind.MEMBERS, body) for body in last_words))
         self.hang_up(link)
         self._end_calls(link)
         link.routes.clear()
@@ -209,11 +203,7 @@ class Links:
 
     def refuse(self, link: Link, said: Iterable[tuple[Kind, bytes]]) -> None:
         """Say this over the connection over which a peer spoke last, and end that."""
-        self._tell(link, [way for way in link.ways if way == link.heard], said)
-        if link.heard == OUR_CALL:
-            self._end_our_call(link, LAST_WORDS_S)
-        else:
-            self._part(link, link.routes.keys() & {link.heard})
+        self._dismiss(link, [way for way in link.ways if way == link.heard], said)
 
     def _part(self, link: Link, calls: Iterable[int]) -> None:
         """Have these calls of a peer end in a moment: it may still read why, and nothing that it says is
@@ -227,13 +217,16 @@ class Links:
         for fd in [fd for fd, (until_s, _) in self._parting.items() if until_s <= now]:
             shut(fd, self._parting.pop(fd)[1])
 
-    def _tell(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
-        """Say this at once, over each of these ways, as far as they take it."""
+    def _dismiss(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
+        """Say this at once, over each of these ways as far as it takes it, and end them in a moment."""
         messages = [(pack(Header(kind), self._local.stamp), [body]) for kind, body in said]
         for way in ways:
             with contextlib.suppress(zmq.ZMQError):
                 for message in messages:
                     self._over(way, link, *message)
+        if OUR_CALL in ways:
+            self._end_our_call(link, LAST_WORDS_S)
+        self._part(link, link.routes.keys() & {*ways})
 
     def _end_calls(self, link: Link) -> None:
         for fd, (_, address) in link.routes.items():

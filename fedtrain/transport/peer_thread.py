@@ -60,7 +60,7 @@ class PeerThread:
         )  # fmt: skip
         voice = Voice(local.sign, local.roster.proves, local.stamp.run, time.time_ns() // 1_000_000)
         self.owes = self.courier.sender.owes
-        self.courier.state.reachable = lambda peer: self.links.agrees(peer)
+        self.courier.state.reachable = lambda peer: bool((link := self.links.get(peer)) and link.agreed)
         self.membership = Membership(
             local.name, voice, now=time.monotonic(), draw=random.Random(secrets.randbits(64)),
             period_s=settings.heartbeat_s, suspicion_s=settings.idle_s,
