@@ -11,7 +11,7 @@ import torch
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Contact, Share, ShareHeader
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.links import LinkSettings
+from fedtrain.transport.link import LinkSettings
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 from tests.limits import WAIT_S

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedtrain.exchange import Contact, Share
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.links import LinkSettings
+from fedtrain.transport.link import LinkSettings
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 from tests.rosters import FixedRoster, met, signs

@@ -95,7 +95,7 @@ class World:
 
 def agree(world, names):
     assert world.views() == dict.fromkeys(world.up, sorted(names))
-    assert len({member.epoch for member in world.up.values()}) == 1
+    assert len({member.view().epoch for member in world.up.values()}) == 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 25])
@@ -155,7 +155,7 @@ def test_each_side_of_a_partition_goes_on_the_smaller_one_knows_that_it_is_degra
     world.run(40.0)
     for name, view in world.views().items():
         assert set(view) == (small if name in small else set(world.names) - small)
-        assert world.up[name].degraded() == (name in small)
+        assert world.up[name].view().degraded == (name in small)
     world.cut = lambda a, b: False
     for a, b in itertools.permutations(world.names, 2):  # connections are made again
         world.up[a].met(b)

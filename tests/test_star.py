@@ -219,9 +219,11 @@ def test_a_full_disk_ends_the_exchange():
     end, one = Aggregator(), request()
     end.joined("a")
     exchange = end.asked(dict.fromkeys("ab", one))
-    end.fail(end.upload("a", one)[0], error := StoreError("no room"))
-    assert exchange.over
-    assert exchange.error is error
+    woken = []
+    exchange.wake = lambda: woken.append(end.error)
+    end.upload("a", one)
+    end.broken(error := StoreError("no room"))
+    assert woken == [error]
 
 
 # --- sites that are away

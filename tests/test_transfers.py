@@ -6,7 +6,8 @@ import pytest
 
 from fedtrain.runtime.peers import pledges
 from fedtrain.transport import receiver, sender
-from fedtrain.transport.transfers import GIVING, TAKING, Giving, Heard, Met, Say, TakerSays, Taking
+from fedtrain.transport.transfers import GIVING, TAKING, Giving, Heard, Met, Taking
+from fedtrain.wire.gossip import Kind
 from tests.mass_walk import Disk, Walk
 
 HERE = (Taking.WHOLE, Taking.MIXED)  # the share is counted, or will be
@@ -47,11 +48,11 @@ def giver_steps(giver, taker, network):
         if (giver, what) in GIVING:
             after, says = GIVING[giver, what]
             said = {
-                Say.CHUNKS: {"CHUNKS"},
-                Say.OFFER: {"OFFER"},
-                Say.CANCEL: {"CANCEL"},
+                Kind.CHUNK: {"CHUNKS"},
+                Kind.OFFER: {"OFFER"},
+                Kind.CANCEL: {"CANCEL"},
             }.get(says, set())
-            if says is Say.CHUNKS:
+            if says is Kind.CHUNK:
                 after = GIVING[after, Heard.LEFT][0]
             yield after, taker, network | said
 
@@ -62,7 +63,7 @@ MEETS = {
     "CHUNKS": [Met.ARRIVED],
     "CANCEL": [Met.CANCELLED],
 }
-ANSWERS = {TakerSays.DONE: {"DONE"}, TakerSays.REFUSE: {"REFUSE"}, TakerSays.WHERE: {"CREDIT"}}
+ANSWERS = {Kind.DONE: {"DONE"}, Kind.REFUSE: {"REFUSE"}, Kind.ACK: {"CREDIT"}}
 
 
 def taker_steps(giver, taker, network):

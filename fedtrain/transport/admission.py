@@ -19,18 +19,18 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from ..digest import digest_of
 from ..errors import CertificateError, ConnectError, JoinRefused, NotPinned, WireError
 from ..events import Emit, Notice, SiteRefused
 from ..exchange import Contact, PeerId
 from ..wire.codec import decode, encode
-from ..wire.frames import CHUNK_BYTES, Refused
+from ..wire.frames import Refused
 from ..wire.gossip import FRAME_BYTES, TEXT_BYTES, Header, Kind, Stamp, pack, text_of, unpack
 
 DOMAIN = b"fedtrain.gossip"
 GUEST_S = 0.2  # between what the holder of an invitation says
 ASK_S = 1.0  # after which it says it again
 REASON_CHARS = 500  # of a refusal, which another peer words
-FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
 NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -266,27 +266,42 @@ def bundles(statements: Iterable[bytes]) -> Iterator[bytes]:
         yield msgspec.msgpack.encode(bundle)
 
 
-def curve_speed(total: int = 16 << 20) -> float:
-    """Bytes for a second of CPU that CURVE takes from one socket to another, in this process; 0.0 when
-    nothing arrives. CPU, so that a machine which is busy is not taken for one that is slow."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    giver, taker = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    try:
-        giver.linger, taker.rcvtimeo = 0, 5000
-        mine, theirs = Curve.new(), Curve.new()
-        taker.curve_server, taker.curve_publickey, taker.curve_secretkey = True, theirs.public, theirs.secret
-        mine.call(giver, theirs.public)
-        giver.connect(f"tcp://127.0.0.1:{taker.bind_to_random_port('tcp://127.0.0.1')}")
-        chunk = bytes(CHUNK_BYTES)
-        giver.send(b"")
-        taker.recv()  # the handshake is done
-        began = time.process_time()
-        for _ in range(total // CHUNK_BYTES):
-            giver.send(chunk)
-        for _ in range(total // CHUNK_BYTES):
-            taker.recv(copy=False)
-        return total / max(time.process_time() - began, 1e-9)
-    except zmq.Again:
-        return 0.0
-    finally:
-        context.destroy(0)
+class Introductions:
+    """What a peer passes on of its roster (entries, lists of the revoked, mask keys): all statements to a
+    peer that it meets, the new ones to those that it has met."""
+
+    def __init__(self, roster: PeerDirectory) -> None:
+        self._roster = roster
+        self._told: frozenset[bytes] = frozenset()  # what all connected peers were sent
+        self.digest = b""  # of all: who has the same one needs none
+
+    def all(self) -> Iterator[bytes]:
+        """Bodies of MEMBERS with all statements."""
+        return bundles(self._roster.statements())
+
+    def news(self) -> Iterator[bytes]:
+        """Bodies of MEMBERS with what is new since the last call."""
+        statements = self._roster.statements()
+        new = [each for each in statements if each not in self._told]
+        if new or len(statements) != len(self._told):
+            self._told = frozenset(statements)
+            self.digest = digest_of(b"".join(sorted(statements))).encode()
+        return bundles(new)
+
+    def take(self, text: bytes) -> tuple[list[PeerId], list[str]]:
+        """Statements that a peer passed on: whose entries came, and why others are refused."""
+        known, peers, refused = set(self._roster.statements()), list[PeerId](), list[str]()
+        for statement in decode(text, list[bytes]):
+            if statement not in known:
+                try:
+                    contact = self._roster.add(statement)
+                except CertificateError as e:
+                    refused.append(str(e))
+                    continue
+                if contact is not None:
+                    peers.append(contact.peer)
+        return peers, refused
+
+    def changed(self) -> bool:
+        """Whether there is something that not all were told."""
+        return self._told != frozenset(self._roster.statements())

@@ -168,14 +168,14 @@ class RemoteCohort:
 
     def pass_on(self, lists: bytes) -> None:
         """Give new lists of revoked certificates to all sites."""
-        self._end.pass_on(lists)
+        self._end.say_to_all(frames.Revocations(lists=lists))
 
     def renew(self, site: SiteId, chain: bytes) -> None:
         """Give a site its new certificate."""
-        self._end.renew(site, chain)
+        self._end.say(site, frames.Renewed(chain=chain))
 
     def tell(self, site: SiteId, line: str) -> None:
-        self._end.tell(site, line)
+        self._end.say(site, frames.Note(line=line))
 
     def state_head(
         self, head: frames.AuditHead, place_of: Callable[[SiteId], tuple[int, str] | None]
@@ -200,8 +200,8 @@ class RemoteCohort:
             while True:
                 while exchange.replies:
                     yield exchange.replies.popleft()
-                if exchange.error is not None:
-                    raise exchange.error
+                if self._end.error is not None:
+                    raise self._end.error
                 if exchange.over:
                     return
                 woken.clear()
@@ -381,8 +381,8 @@ class RemoteCohort:
         stop: Callable[[], object],
         bring: Callable[[Reply], Awaitable[None]],
     ) -> frames.UploadAnswer | None:
-        """What a site is told of its reply, whose bytes `bring` puts into files; None where it broke off, or
-        can't be kept. `stop`: as in AggregatorEnd.offered."""
+        """What a site is told of its reply, whose bytes `bring` puts into files; None where it broke off.
+        StoreError where it can't be kept. `stop`: as in AggregatorEnd.offered."""
         pending = self._end.offered(site, offer.id, stop)
         if not isinstance(pending, Pending):
             return pending
@@ -395,9 +395,6 @@ class RemoteCohort:
             return None
         except (BadUpdate, WireError) as e:
             return self._end.unusable(pending, str(e))
-        except StoreError as e:
-            self._end.fail(pending, e)
-            return None
         finally:
             self._end.broke_off(pending, stop)
         return self._end.uploaded(pending, reply)

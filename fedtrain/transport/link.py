@@ -18,7 +18,7 @@ from ..errors import WireError
 from ..events import Event
 from ..exchange import Contact, PeerId
 from ..wire.gossip import Stamp
-from .shares import Parts
+from .shares import Limits, Parts
 
 OUR_CALL = 0  # a way to a peer; the others are its calls, by their fds
 TOKENS = 4000.0  # control messages that a peer may send at once
@@ -33,6 +33,15 @@ WATCHED = int(
 )  # fmt: skip
 
 Source = zmq.Socket[bytes]
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """How a peer keeps its connections."""
+
+    heartbeat_s: float = 1.0  # a connection that is silent for three of these is lost
+    idle_s: float = 5.0  # a peer without a connection for so long is not waited for any more
+    limits: Limits = Limits()
 
 
 @dataclass(eq=False)

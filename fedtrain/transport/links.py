@@ -15,7 +15,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,9 +25,8 @@ from ..errors import ConnectError
 from ..exchange import PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Kind, pack, short
 from .admission import Authenticator, Guests, LocalPeer
-from .link import OUR_CALL, WATCHED, Link, Observer, Source, address_of, shut
-from .parting import LAST_WORDS_S, Parting
-from .shares import Limits, Parts
+from .link import OUR_CALL, WATCHED, Link, LinkSettings, Observer, Source, address_of, shut
+from .shares import Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
 # Credit keeps an honest peer far below it. Where a queue is full when its connection ends, libzmq's heartbeat
@@ -44,18 +42,9 @@ FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled f
 # list of the revoked (MEMBERS) is read before the good-bye of whoever was revoked.
 SHARES = (Kind.OFFER, Kind.CHUNK, Kind.POST, Kind.ANSWER, Kind.STATE)
 OVER_OUR_CALL = (*SHARES, Kind.HELLO, Kind.MEMBERS, Kind.LEAVE, Kind.LEFT)
+LAST_WORDS_S = 0.5  # that a peer has to read why its connections end
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # an enum's | costs more than a message
 POLLIN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """How a peer keeps its connections."""
-
-    heartbeat_s: float = 1.0  # a connection that is silent for three of these is lost
-    idle_s: float = 5.0  # a peer without a connection for so long is not waited for any more
-    io_threads: int = 1  # of libzmq
-    limits: Limits = Limits()
 
 
 class Links:
@@ -68,9 +57,9 @@ class Links:
         self._by_dealer: dict[Source, Link] = {}
         self._talking: dict[Link, None] = {}  # with something in their queues
         self._let_in: dict[PeerId, float] = {}  # to call us, lately: when
-        self.parting = Parting()
+        self._parting: dict[int, tuple[float, Any]] = {}  # calls that are to end: fd -> when, address
         self._ended: list[Link] = []  # whose last connection has ended, and was not seen to yet
-        self._context: zmq.Context[Source] = zmq.Context(io_threads=settings.io_threads)
+        self._context: zmq.Context[Source] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._waker, self._wakee = socket.socketpair()
         for end in (self._waker, self._wakee):
@@ -115,10 +104,6 @@ class Links:
             stamp = msgspec.structs.replace(self._local.stamp, sender=short(peer))
             self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
         return self._links[peer]
-
-    def agrees(self, peer: PeerId) -> bool:
-        """Whether there is a connection over which shares may go."""
-        return peer in self._links and self._links[peer].agreed
 
     def wake(self) -> None:
         """Have `woken` called, from any thread."""
@@ -204,9 +189,7 @@ class Links:
     def cut(self, link: Link, last_words: Sequence[bytes] = ()) -> None:
         """End our call and its calls. It may still read the last words, which are bodies of MEMBERS."""
         if last_words:
-            self._tell(link, link.ways, ((Kind.MEMBERS, body) for body in last_words))
-            self._end_our_call(link, LAST_WORDS_S)
-            self.parting.part(link, link.routes)
+            self._dismiss(link, link.ways, ((Kind.MEMBERS, body) for body in last_words))
         self.hang_up(link)
         self._end_calls(link)
         link.routes.clear()
@@ -214,25 +197,36 @@ class Links:
 
     def keep_last(self, link: Link) -> None:
         """Of a peer's connections only that over which it spoke last: the others are its former process's."""
-        self.parting.part(link, [fd for fd in link.routes if fd != link.heard])
+        self._part(link, [fd for fd in link.routes if fd != link.heard])
         if link.heard != OUR_CALL:
             self.call(link)
 
     def refuse(self, link: Link, said: Iterable[tuple[Kind, bytes]]) -> None:
         """Say this over the connection over which a peer spoke last, and end that."""
-        self._tell(link, [way for way in link.ways if way == link.heard], said)
-        if link.heard == OUR_CALL:
-            self._end_our_call(link, LAST_WORDS_S)
-        else:
-            self.parting.part(link, link.routes.keys() & {link.heard})
+        self._dismiss(link, [way for way in link.ways if way == link.heard], said)
 
-    def _tell(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
-        """Say this at once, over each of these ways, as far as they take it."""
+    def _part(self, link: Link, calls: Iterable[int]) -> None:
+        """Have these calls of a peer end in a moment: it may still read why, and nothing that it says is
+        read."""
+        until_s = time.monotonic() + LAST_WORDS_S
+        for fd in list(calls):
+            self._parting[fd] = until_s, link.routes.pop(fd)[1]
+
+    def end_parting(self, now: float) -> None:
+        """End the calls whose time to read why is over."""
+        for fd in [fd for fd, (until_s, _) in self._parting.items() if until_s <= now]:
+            shut(fd, self._parting.pop(fd)[1])
+
+    def _dismiss(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
+        """Say this at once, over each of these ways as far as it takes it, and end them in a moment."""
         messages = [(pack(Header(kind), self._local.stamp), [body]) for kind, body in said]
         for way in ways:
             with contextlib.suppress(zmq.ZMQError):
                 for message in messages:
                     self._over(way, link, *message)
+        if OUR_CALL in ways:
+            self._end_our_call(link, LAST_WORDS_S)
+        self._part(link, link.routes.keys() & {*ways})
 
     def _end_calls(self, link: Link) -> None:
         for fd, (_, address) in link.routes.items():
@@ -308,7 +302,7 @@ class Links:
         except zmq.ZMQError:
             return None
         peer = self._local.roster.peer_of(key)
-        if self.parting.has(fd):
+        if fd in self._parting and self._parting[fd][1] == address_of(fd):
             return None
         if peer is None:
             if self._guests.may_speak(key):

@@ -102,8 +102,8 @@ class View:
     """The peers that are alive, as one peer sees it."""
 
     alive: tuple[PeerId, ...]  # sorted, this peer too; a round's graph is over these
-    epoch: int  # equal views have equal ones; it stands in every header
-    degraded: bool  # half of the roster, or fewer
+    epoch: int  # it stands in every header
+    degraded: bool  # half of the roster, or fewer, are alive: perhaps the others go on without this peer
 
 
 class Membership:
@@ -155,17 +155,11 @@ class Membership:
         others = (p for p, m in self.members.items() if m.status <= Liveness.SUSPECT)
         return sorted([self.me, *others])
 
-    @property
-    def epoch(self) -> int:
-        """A number for the view: equal views have equal ones, without any agreement."""
-        return zlib.crc32("\x1f".join(self.alive()).encode())
-
-    def degraded(self) -> bool:
-        """Half of those on the roster, or fewer, are here: perhaps the others go on without us."""
-        return 2 * len(self.alive()) <= len(self.members) + 1 and len(self.members) > 1
-
     def view(self) -> View:
-        return View(tuple(self.alive()), self.epoch, self.degraded())
+        """What this peer sees now. Equal views have equal epochs, without any agreement."""
+        alive, others = self.alive(), len(self.members)
+        epoch = zlib.crc32("\x1f".join(alive).encode())
+        return View(tuple(alive), epoch, degraded=2 * len(alive) <= others + 1 and others > 1)
 
     def add(self, peers: Iterable[PeerId], now: float) -> None:
         """Peers of the roster. None counts as alive before there is news of it."""

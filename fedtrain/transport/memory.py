@@ -105,7 +105,7 @@ class LocalNetwork:
         self.now = 0.0
         self.names = sorted(names)
         self.faults, self.limits = faults or Faults(), limits or Limits()
-        self.messages = self.lost = self.doubled = 0
+        self.lost = self.doubled = 0
         self.refused: list[tuple[PeerId, PeerId, str]] = []  # giver, taker, which breach of the protocol
         self._draw = random.Random(seed)
         self._up: dict[PeerId, LocalNeighbors] = {}
@@ -168,7 +168,6 @@ class LocalNetwork:
         self._check_idle()
 
     def _carry(self, giver: PeerId, taker: PeerId, header: Header, parts: Parts) -> None:
-        self.messages += 1
         if self.faults.none:
             self._deliver(giver, taker, header, parts)
             return

@@ -1,8 +1,7 @@
 """The thread that owns every socket of a peer, and what is said over them.
 
-How shares travel is decided by courier.py, who is alive by membership.py, both without I/O; sockets are in
-links.py, and who may speak is decided by admission.py. Here these meet a clock: greetings, the limits of what
-a peer may send, and the results that `ZmqNeighbors` waits for.
+courier.py decides how shares travel, membership.py who is alive, admission.py who may speak; sockets are in
+links.py. Here they meet a clock: greetings, the limits of what a peer may send, and what ZmqNeighbors awaits.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..wire.codec import decode, encode
 from ..wire.frames import AuditHead, Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
-from .admission import LocalPeer
+from .admission import Introductions, LocalPeer
 from .courier import Courier
-from .goodbye import part
-from .introductions import Introductions
-from .link import Link
-from .links import Links, LinkSettings
+from .link import Link, LinkSettings
+from .links import Links
 from .membership import Liveness, Membership, Voice
 from .promises import Promises
 from .shares import Body, Parts
@@ -39,6 +36,7 @@ WAITING = 1000  # messages that wait here for one peer: credit keeps an honest o
 PATIENCE = 20  # breaches of the protocol after which a peer is cut off
 BAN_S = 60.0  # how long a peer stays cut off for its breaches
 RECALL_S = 3.0  # before a peer is called again that refused our key
+LEAVE_S = 1.0  # the longest time that other peers have to read a LEAVE
 POLL_S = 0.25  # the longest time between two ticks of the clock
 CHUNKED = (Kind.OFFER, Kind.CHUNK)
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
@@ -52,8 +50,7 @@ class PeerThread:
     def __init__(
         self, local: LocalPeer, settings: LinkSettings, greeting: Greeting, welcome: Welcome, emit: Emit
     ):
-        """`welcome` raises JoinRefused when a peer does not fit. Call it on the event loop on which `emit`
-        is called, and futures are settled."""
+        """Call it on the loop that calls `emit`. `welcome` raises JoinRefused when a peer does not fit."""
         self._local, self._settings, self._welcome, self._emit = local, settings, welcome, emit
         self.promises = Promises()
         self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
@@ -63,7 +60,7 @@ class PeerThread:
         )  # fmt: skip
         voice = Voice(local.sign, local.roster.proves, local.stamp.run, time.time_ns() // 1_000_000)
         self.owes = self.courier.sender.owes
-        self.courier.state.reachable = lambda peer: self.links.agrees(peer)
+        self.courier.state.reachable = lambda peer: bool((link := self.links.get(peer)) and link.agreed)
         self.membership = Membership(
             local.name, voice, now=time.monotonic(), draw=random.Random(secrets.randbits(64)),
             period_s=settings.heartbeat_s, suspicion_s=settings.idle_s,
@@ -80,6 +77,8 @@ class PeerThread:
         self.witness: Callable[[PeerId, AuditHead], object] = lambda peer, head: None  # on the loop
         self._tick_s = -math.inf  # when the clock is to tick next
         self._stopping = self._closed = False
+        self._left_s = math.inf  # when this peer is gone at the latest, once it has said LEAVE
+        self._unanswered: set[Link] = set()  # with those who have yet to answer it
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {local.name}", daemon=True)
         self.links = Links(local, settings, self)
@@ -153,15 +152,28 @@ class PeerThread:
 
     def _work(self) -> None:
         try:
-            while not self._stopping:
+            while not self._has_left():
                 self._turn()
-            part(self.links, self._greeting.boot)
         except Exception as e:  # whatever it is, those who wait must get it
             self._error = e
         finally:
             self._closed = True
             self.promises.fail(self._error or ConnectError(f"{self._local.name} has left"))
             self.links.close()
+
+    def _has_left(self) -> bool:
+        """Once this peer is to stop, it says LEAVE of this start of its process to all that are connected. It
+        has left when each has answered: a DEALER drops what is unread when its connection ends."""
+        if not self._stopping:
+            return False
+        if self._left_s == math.inf:
+            self._left_s = time.monotonic() + LEAVE_S
+            self._unanswered = {link for link in self.links if link.up and link.greeted}
+            for link in self._unanswered:
+                self.links.say(link, Header(Kind.LEAVE), (self._greeting.boot,))
+            self.links.send()
+        self._unanswered = {link for link in self._unanswered if link.up}
+        return not self._unanswered or time.monotonic() >= self._left_s
 
     def _turn(self) -> None:
         """Wait, receive what came, do what is due, send what follows, deliver what is over."""
@@ -226,7 +238,7 @@ class PeerThread:
         away, others = known - self.near, known - self.membership.circle
         spare = [link for link in self.links if link.peer in away]
         self.links.close_spare(spare, now - self._settings.idle_s)
-        self.links.parting.tick(now)
+        self.links.end_parting(now)
         for link in self.links:
             unanswered = link.up and not link.agreed and not link.rejected and not link.refused
             if unanswered and now >= link.hello_s + self._settings.limits.retry_s:
@@ -250,9 +262,9 @@ class PeerThread:
                 self._cut(link, "its key is no longer on the roster", news)  # a revocation, say
             elif contact != link.contact and (link.dealer is not None or link.peer in self.near):  # it moved
                 self.links.call(link)
-        for link in self.links:
-            if link.agreed:
-                self._introduce(link, news)
+        for link in [each for each in self.links if each.agreed]:
+            for body in news:
+                self._say(link, Header(Kind.MEMBERS), body)
 
     def key_refused(self, link: Link) -> None:
         """Our entry may come to its roster later; by itself libzmq calls no peer again that refused a key."""
@@ -275,6 +287,8 @@ class PeerThread:
                 raise WireError("a message of no frames")
             header, stamp = unpack(bytes(message[0]))
             parts = message[1:]
+            if self._left_s < math.inf and header.kind not in (Kind.LEAVE, Kind.LEFT):
+                return
             if len(parts) > 1 and header.kind not in CHUNKED:
                 raise WireError(f"a {header.kind.name} of {len(message)} frames")
             if stamp.sender != link.stamp.sender:
@@ -311,6 +325,7 @@ class PeerThread:
             case Kind.HEAD:
                 self.promises.call(self.witness, link.peer, decode(text_of(header, body), AuditHead))
             case Kind.LEAVE | Kind.LEFT:
+                self._unanswered.discard(link)
                 if header.kind is Kind.LEAVE and bytes(body) == link.boot:  # else of another of that name
                     self._say(link, Header(Kind.LEFT))
                     self._gone(link, "has left")
@@ -370,7 +385,8 @@ class PeerThread:
             self._found(link)
             self.membership.add([link.peer], time.monotonic())
             if link.known != self._introductions.digest:
-                self._introduce(link, self._introductions.all())
+                for body in self._introductions.all():
+                    self._say(link, Header(Kind.MEMBERS), body)
             self.refresh_roster()  # its entry may have come by a file, and others not know it
             self.membership.met(link.peer)
 
@@ -379,10 +395,6 @@ class PeerThread:
             self.emit(SiteJoined(site=link.peer))
         link.dead, link.met = False, True
         self.courier.found(link.peer, time.monotonic())
-
-    def _introduce(self, link: Link, bodies: Iterable[bytes]) -> None:
-        for body in bodies:
-            self._say(link, Header(Kind.MEMBERS), body)
 
     def _introduced(self, link: Link, text: bytes) -> None:
         peers, bad = self._introductions.take(text)
@@ -409,8 +421,6 @@ class PeerThread:
             if link.agreed:  # otherwise the courier says it again when the peer is found
                 self._say(link, header, *parts)
         self.links.send()
-
-    # --- handing back to the caller's side
 
     def _deliver_results(self) -> None:
         courier = self.courier

@@ -16,7 +16,7 @@ from ..errors import BadUpdate, WireError
 from ..exchange import Mixer, PeerId, ReceivedShare, Share, ShareHeader
 from ..wire.gossip import Header, Kind, unpack_offer
 from .shares import UNSCHEDULED, Body, Parts, PeerState
-from .transfers import TAKING, Met, TakerSays, Taking
+from .transfers import TAKING, Met, Taking
 
 Refused = Callable[[PeerId, int, str], None]  # giver, round, reason
 EARLY_BYTES = 64 << 20  # of the chunks of rounds to come that are kept; others are asked for again
@@ -28,9 +28,11 @@ class Incoming:
     """A share that is expected, or coming."""
 
     peer: PeerId
-    offer: ShareHeader | None = None
+    round: int
+    kind: Kind = Kind.OFFER
     transfer: int = 0
-    count: int = 0
+    nbytes: int = 0
+    count: int = -1  # chunks; -1: it was not accepted
     received: int = 0  # chunks
     mixed: int = 0  # chunks handed to the mixer
     credit: int = 0
@@ -38,11 +40,11 @@ class Incoming:
     asked_again: bool = False  # for a chunk that was left out
     state: Taking = Taking.AWAITED
     why: str = ""  # it is missed
-    into: memoryview | None = None  # where a share outside of an exchange goes
+    into: Share | None = None  # where a share outside of an exchange goes
 
     @property
     def whole(self) -> bool:
-        return self.offer is not None and self.received == self.count
+        return self.received == self.count
 
 
 class Receiver:
@@ -69,7 +71,7 @@ class Receiver:
         """Take the shares of an exchange."""
         state, self._mixer, self._head = self._state, mixer, 0
         self._asked_s = state.begun_s - self._limits.retry_s + PATIENCE_S
-        self._slots = {peer: Incoming(peer) for peer in expected}
+        self._slots = {peer: Incoming(peer, state.round) for peer in expected}
         self._order = list(self._slots.values())
         early, self._early = self._early, {}
         for peer, slot in self._slots.items():
@@ -206,21 +208,21 @@ class Receiver:
 
     def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes, chunks: Parts) -> None:
         offer = ShareHeader(slot.peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
-        slot.transfer, slot.count = header.transfer, header.count
+        slot.transfer = header.transfer
         try:
             self._mixer.begin(offer)
         except BadUpdate as e:
             self._bad(slot, str(e))
             return
         self._meet(slot, Met.OFFERED)
-        slot.offer, slot.credit = offer, len(chunks)
+        slot.nbytes, slot.count, slot.credit = nbytes, header.count, len(chunks)
         if slot.count == 0 or chunks:
             self._take(slot, chunks)
         else:
             self._grant(slot)
 
     def _where(self, slot: Incoming, header: Header) -> None:
-        """TakerSays an offer that is repeated, by how far its share has come, and what of it was lost."""
+        """Answer an offer that is repeated, by how far its share has come, and what of it was lost."""
         kind = Kind.NACK if slot.received < header.index else Kind.ACK
         self._state.say(slot.peer, kind, header.round, slot.transfer, slot.received, slot.credit)
 
@@ -229,24 +231,22 @@ class Receiver:
         credit = min(slot.count, slot.mixed + self._limits.window)
         if credit - slot.credit >= min(slot.count - slot.credit, max(1, self._limits.window // 4)) > 0:
             slot.credit = credit
-            assert slot.offer is not None
             kind = Kind.ACK if slot.received else Kind.NACK
-            self._state.say(slot.peer, kind, slot.offer.round, slot.transfer, slot.received, credit)
+            self._state.say(slot.peer, kind, slot.round, slot.transfer, slot.received, credit)
 
     def chunks(self, peer: PeerId, header: Header, chunks: Parts) -> None:
         """CHUNK: chunks that follow one another, from the header's index on."""
         slot = self._receiving(peer, header)
         if slot is None or header.index < slot.received:  # their share is over, or they come twice
             return
-        assert slot.offer is not None
         if header.index + len(chunks) > slot.credit:
             raise WireError(f"{len(chunks)} chunks from {header.index} on, but credit is {slot.credit}")
         if header.index > slot.received:
             if not slot.asked_again:
                 slot.asked_again = True
-                self._state.say(peer, Kind.NACK, slot.offer.round, slot.transfer, slot.received, slot.credit)
+                self._state.say(peer, Kind.NACK, slot.round, slot.transfer, slot.received, slot.credit)
             return
-        self._check(slot.offer.nbytes, header.index, chunks)
+        self._check(slot.nbytes, header.index, chunks)
         self._take(slot, chunks)
 
     def _check(self, nbytes: int, index: int, chunks: Parts) -> None:
@@ -262,13 +262,9 @@ class Receiver:
         self.bytes_in += sum(map(len, chunks))
         if slot.into is not None:
             for at, chunk in enumerate(chunks, begin):
-                slot.into[at * self._size :][: len(chunk)] = chunk
+                slot.into.payload[at * self._size :][: len(chunk)] = chunk
             slot.mixed = slot.received
-            if slot.whole:
-                self._complete_unscheduled(slot)
-            else:
-                self._grant(slot)
-            return
+            return self._take_on(slot)
         slot.held.extend(chunks)
         if slot.whole:  # it counts, even if its chunks still wait for their turn
             self._counted[slot.peer] = self._state.round
@@ -277,14 +273,9 @@ class Receiver:
 
     def _receiving(self, peer: PeerId, header: Header) -> Incoming | None:
         unscheduled = (self._coming.get((peer, kind)) for kind in UNSCHEDULED)
-        for slot in (self._slots.get(peer), *unscheduled):
-            if (
-                slot is not None
-                and slot.offer is not None
-                and slot.state is Taking.COMING
-                and slot.transfer == header.transfer
-                and slot.offer.round == header.round
-            ):
+        for slot in filter(None, (self._slots.get(peer), *unscheduled)):
+            about = slot.transfer, slot.round
+            if slot.state is Taking.COMING and about == (header.transfer, header.round):
                 return slot
         return None
 
@@ -328,17 +319,17 @@ class Receiver:
         before = slot.state
         slot.state, answer = TAKING[before, what]
         about = header or Header(Kind.OFFER, self._state.round, slot.transfer)
-        if answer is TakerSays.DONE:
+        if answer is Kind.DONE:
             self._state.say(slot.peer, Kind.DONE, round=about.round, transfer=about.transfer)
-        elif answer is TakerSays.REFUSE:
+        elif answer is Kind.REFUSE:
             self._decline(slot.peer, about, (slot.why or why).removeprefix("refused: ")[:200])
-        elif answer is TakerSays.WHERE:
+        elif answer is Kind.ACK:
             self._where(slot, about)
         if slot.state.over and not before.over:
             slot.why = why
             slot.held.clear()
-            if slot.offer is not None:
-                self._mixer.end(slot.peer, min(slot.mixed * self._size, slot.offer.nbytes))
+            if slot.count >= 0:
+                self._mixer.end(slot.peer, min(slot.mixed * self._size, slot.nbytes))
             if what in (Met.LOST, Met.NONE, Met.CANCELLED, Met.REPLACED):
                 self._mix_on()  # others waited behind it
 
@@ -379,27 +370,25 @@ class Receiver:
         if coming is not None and coming.transfer == header.transfer:
             self._where(coming, header)
             return
-        offer = ShareHeader(peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
-        coming = Incoming(peer, offer, header.transfer, header.count, into=memoryview(bytearray(nbytes)))
+        coming = Incoming(peer, header.round, header.kind, header.transfer, nbytes, header.count)
+        payload = memoryview(bytearray(nbytes))
+        coming.into = Share(payload, header.weight, header.degree, header.codec, note)
         coming.state = Taking.COMING
         self._coming[peer, header.kind] = coming
-        if coming.whole:
-            self._complete_unscheduled(coming)
-        else:
-            self._grant(coming)
+        self._take_on(coming)
 
-    def _complete_unscheduled(self, coming: Incoming) -> None:
-        offer = coming.offer
-        assert offer is not None
+    def _take_on(self, coming: Incoming) -> None:
+        """Give credit for more of a share outside of an exchange, or hand it on where it is whole."""
+        if not coming.whole:
+            return self._grant(coming)
         assert coming.into is not None
-        share = Share(coming.into, offer.weight, offer.degree, offer.codec, offer.note)
-        kind = next(kind for kind in UNSCHEDULED if self._coming.get((offer.peer, kind)) is coming)
-        received = ReceivedShare(offer.peer, offer.round, share, kind is Kind.ANSWER)
-        del self._coming[offer.peer, kind]
+        peer, kind = coming.peer, coming.kind
+        received = ReceivedShare(peer, coming.round, coming.into, kind is Kind.ANSWER)
+        del self._coming[peer, kind]
         if kind is Kind.STATE:
-            del self._pulling[offer.peer]
-            self.states[offer.peer] = received
+            del self._pulling[peer]
+            self.states[peer] = received
         else:
-            self.posted[offer.peer, kind] = received
-        self._finished.setdefault(offer.peer, deque(maxlen=16)).append(coming.transfer)
-        self._state.say(offer.peer, Kind.DONE, round=offer.round, transfer=coming.transfer)
+            self.posted[peer, kind] = received
+        self._finished.setdefault(peer, deque(maxlen=16)).append(coming.transfer)
+        self._state.say(peer, Kind.DONE, round=coming.round, transfer=coming.transfer)

@@ -14,7 +14,7 @@ from ..errors import WireError
 from ..exchange import PeerId, Share
 from ..wire.gossip import Header, Kind, chunks_of, pack_offer
 from .shares import UNSCHEDULED, Body, PeerState
-from .transfers import GIVING, Giving, Heard, Say
+from .transfers import GIVING, Giving, Heard
 
 
 @dataclass(slots=True, eq=False)
@@ -236,12 +236,12 @@ class Sender:
         """One step of a share, by the table."""
         out.state, say = GIVING[out.state, what]
         out.why = why or out.why
-        if say is Say.OFFER:
+        if say is Kind.OFFER:
             self._offer(out, now)
-        elif say is Say.CANCEL:
+        elif say is Kind.CANCEL:
             self._state.say(out.peer, Kind.CANCEL, round=out.round, transfer=out.transfer)
             out.touched_s = now
-        elif say is Say.CHUNKS:
+        elif say is Kind.CHUNK:
             out.touched_s = now
             while out.sent < out.credit:
                 index = out.sent

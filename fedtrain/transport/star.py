@@ -57,12 +57,11 @@ class Exchange:
     wake: Callable[[], None]  # called when `replies` or `over` has changed
     waiting: set[SiteId]  # sites that may still reply
     replies: deque[tuple[SiteId, Reply]] = field(default_factory=deque)
-    error: StoreError | OSError | None = None  # why replies can't be kept here
     late: bool = False  # the deadline has passed
 
     @property
     def over(self) -> bool:
-        return self.late or self.error is not None or not self.waiting
+        return self.late or not self.waiting
 
 
 @dataclass(eq=False)
@@ -205,19 +204,15 @@ class AggregatorEnd:
             session.send(frames.Refused(reason=reason, final=final))
             session.send(None)
 
-    def pass_on(self, lists: bytes) -> None:
-        """Give new lists of revoked certificates to all sites."""
+    def say(self, site: SiteId, frame: frames.FromAggregator) -> None:
+        """Send a frame to a site, if it has a session."""
+        if session := self.sessions.get(site):
+            session.send(frame)
+
+    def say_to_all(self, frame: frames.FromAggregator) -> None:
+        """Send a frame to each site that has a session."""
         for session in self.sessions.values():
-            session.send(frames.Revocations(lists=lists))
-
-    def renew(self, site: SiteId, chain: bytes) -> None:
-        """Give a site its new certificate."""
-        if session := self.sessions.get(site):
-            session.send(frames.Renewed(chain=chain))
-
-    def tell(self, site: SiteId, line: str) -> None:
-        if session := self.sessions.get(site):
-            session.send(frames.Note(line=line))
+            session.send(frame)
 
     def state_head(
         self, head: frames.AuditHead, place_of: Callable[[SiteId], tuple[int, str] | None]
@@ -249,7 +244,7 @@ class AggregatorEnd:
 
     def begin(self, requests: Mapping[SiteId, Request], until_s: float, wake: Callable[[], None]) -> Exchange:
         """A new exchange, which begins to ask by `ask`."""
-        exchange = Exchange(requests, until_s, wake, set(requests), error=self.error)
+        exchange = Exchange(requests, until_s, wake, set(requests))
         self._exchanges[exchange] = None
         return exchange
 
@@ -345,17 +340,11 @@ class AggregatorEnd:
         if pending.stop is stop:
             pending.stop = None
 
-    def fail(self, pending: Pending, error: StoreError | OSError) -> None:
-        """A reply can't be kept here: that ends its exchange."""
-        pending.exchange.error = error
-        pending.exchange.wake()
-
     def broken(self, error: StoreError | OSError) -> None:
-        """This end's own disk fails while it serves a site, which is not the site's trouble: all exchanges
-        end with the error, and so does each that begins later."""
+        """This end's own disk fails while it serves a site, or can't keep a reply, which is not the site's
+        trouble: all exchanges end with the error, and so does each that begins later."""
         self.error = error
         for exchange in self._exchanges:
-            exchange.error = error
             exchange.wake()
 
     def _settle(self, pending: Pending, reply: Reply) -> None:

@@ -11,9 +11,64 @@ import grpc
 
 NO_TLS = "wrong_version_number"  # what gRPC says of an answer in clear
 WORDS_S = 2.0
+UNVERIFIED = "certificate_verify_failed|verification check failed"
+CLOSED = "socket closed|connection reset|goaway|broken pipe"
+REFUSES_US = (
+    "it refused our certificate in the TLS handshake (another CA's, expired, or not a site's). If it is not "
+    "just stopping, ask for a new one: `fedtrain certs issue NAME`."
+)
+# Patterns that gRPC's details match all, whether this end has joined, and what answered without TLS; and what
+# that means. The first row that matches counts.
+MEANINGS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        (NO_TLS, "a web page"),
+        "a web server answers there: it is no fedtrain aggregator. Check host and port of network.address.",
+    ),
+    (
+        (NO_TLS,),
+        "what answers there speaks no TLS: it is no fedtrain aggregator. Check host and port of "
+        "network.address.",
+    ),
+    # of gRPC's client: its write failed before the answer came
+    (("internal error from core",), "the aggregator ended the call while this end was still sending."),
+    (("connection refused",), "nothing listens there yet (connection refused). Is the aggregator started?"),
+    (
+        (UNVERIFIED, "expired"),
+        "its certificate has expired, or this machine's clock is wrong. Renew it with `fedtrain certs issue "
+        "aggregator`, or set the clock.",
+    ),
+    ((UNVERIFIED, "not yet valid"), "its certificate is not valid yet. Check both clocks."),
+    (
+        (UNVERIFIED, "issuer|self signed"),
+        "its certificate is not this federation's aggregator's, but of another CA (of another federation, a "
+        "web server, a proxy). Check network.address, and root.pem in your certs folder.",
+    ),
+    (
+        (UNVERIFIED,),
+        "its certificate is not this federation's aggregator's. Check network.address, and that both ends "
+        "have certificates of the same CA.",
+    ),
+    (
+        ("endpoint closing",),
+        "something listens there, but never answers. Is that the aggregator's port? Check network.address.",
+    ),
+    (
+        ("handshake read failed",),
+        "it closed the connection before it showed a certificate. Is that the aggregator's port? Check "
+        "network.address; if it is, the aggregator is stopping, or has too many callers.",
+    ),
+    (("alert|handshake failed",), REFUSES_US),
+    ((CLOSED, "\nnot joined"), REFUSES_US),
+    (
+        ("errors resolving|dns|name resolution|address family",),
+        "the host name cannot be resolved. Check network.address.",
+    ),
+    ((CLOSED,), "the aggregator closed the connection."),
+    (("deadline|timed out|timeout",), "no answer (a firewall between here and there?)."),
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # a key never reaches a log
 class Tls:
     """PEM bytes of one end. The key goes to gRPC and nowhere else."""
 
@@ -21,9 +76,6 @@ class Tls:
     chain: bytes  # own certificate, then the issuing CA's
     root: bytes  # the federation's root: nothing else is trusted
     others: tuple[tuple[bytes, bytes], ...] = ()  # keys and chains to be shown to who asks for their names
-
-    def __repr__(self) -> str:
-        return "Tls(...)"  # a key never reaches a log
 
     def server(self) -> grpc.ServerCertificateConfiguration:
         """What a server shows, and whom it believes."""
@@ -54,63 +106,16 @@ def explain(details: str, address: str, joined: bool = False, said: bytes = b"")
     With TLS 1.3 a server that refuses our certificate just closes, right after our side of the handshake:
     one that closes before it is no server of TLS, or has no time for us. `said`: what who speaks no TLS said.
     """
-    text = details.lower()
+    web = "a web page" if said.startswith(b"HTTP/") else ""
+    text = "\n".join((details.lower(), "joined" if joined else "not joined", web))
     if proxy := re.search(r"(?:ipv[46]:)?(\S+): http proxy returned response code (\d+)", text):
         return (
             f"{address}: the HTTP proxy {proxy[1]} answered {proxy[2]}. It must allow CONNECT to this "
             f"address; https_proxy may hold a name and a password."
         )
-    if "internal error from core" in text:  # of gRPC's client: its write failed before the answer came
-        return f"{address}: the aggregator ended the call while this end was still sending."
-    if "connection refused" in text:
-        return f"{address}: nothing listens there yet (connection refused). Is the aggregator started?"
-    if "certificate_verify_failed" in text or "verification check failed" in text:
-        if "expired" in text:
-            return (
-                f"{address}: its certificate has expired, or this machine's clock is wrong. Renew it with "
-                f"`fedtrain certs issue aggregator`, or set the clock."
-            )
-        if "not yet valid" in text:
-            return f"{address}: its certificate is not valid yet. Check both clocks."
-        if "issuer" in text or "self signed" in text:
-            return (
-                f"{address}: its certificate is not this federation's aggregator's, but of another CA (of "
-                f"another federation, a web server, a proxy). Check network.address, and root.pem in your "
-                f"certs folder."
-            )
-        return (
-            f"{address}: its certificate is not this federation's aggregator's. "
-            f"Check network.address, and that both ends have certificates of the same CA."
-        )
-    if NO_TLS in text:
-        what = (
-            "a web server answers there:"
-            if said.startswith(b"HTTP/")
-            else "what answers there speaks no TLS:"
-        )
-        return f"{address}: {what} it is no fedtrain aggregator. Check host and port of network.address."
-    if "endpoint closing" in text:
-        return (
-            f"{address}: something listens there, but never answers. Is that the aggregator's port? Check "
-            f"network.address."
-        )
-    if "handshake read failed" in text:
-        return (
-            f"{address}: it closed the connection before it showed a certificate. Is that the aggregator's "
-            f"port? Check network.address; if it is, the aggregator is stopping, or has too many callers."
-        )
-    closed = any(words in text for words in ("socket closed", "connection reset", "goaway", "broken pipe"))
-    if "alert" in text or "handshake failed" in text or (closed and not joined):
-        return (
-            f"{address}: it refused our certificate in the TLS handshake (another CA's, expired, or not a "
-            f"site's). If it is not just stopping, ask for a new one: `fedtrain certs issue NAME`."
-        )
-    if "errors resolving" in text or "dns" in text or "name resolution" in text or "address family" in text:
-        return f"{address}: the host name cannot be resolved. Check network.address."
-    if closed:
-        return f"{address}: the aggregator closed the connection."
-    if "deadline" in text or "timed out" in text or "timeout" in text:
-        return f"{address}: no answer (a firewall between here and there?)."
+    for patterns, meaning in MEANINGS:
+        if all(re.search(pattern, text) for pattern in patterns):
+            return f"{address}: {meaning}"
     return f"{address}: {details.splitlines()[0][:200] if details else 'the connection broke'}"
 
 

@@ -1,12 +1,16 @@
-"""The states of one share, at its giver and at its taker: all that may happen in each, and what is done then.
+"""The states of one share, at its giver and at its taker: what may happen in each, and what is said then.
 
-`sender.py` and `receiver.py` do it. What is not in a table can't happen, and is an error of ours. At the end
-of every path a share is GIVEN only if its taker has all of it, and KEPT only if its taker never counts it.
+`sender.py` and `receiver.py` say it. CHUNK stands for all chunks that there is credit for; ACK for how far
+the share has come, and is a NACK where some of it was lost. What is not in a table can't happen, and is an
+error of ours. At the end of every path a share is GIVEN only if its taker has all of it, and KEPT only if its
+taker never counts it.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
+
+from ..wire.gossip import Kind
 
 
 class Giving(Enum):
@@ -38,41 +42,32 @@ class Heard(Enum):
     STOPPED = auto()  # the exchange ends here
 
 
-class Say(Enum):
-    """What a giver does."""
-
-    NOTHING = auto()
-    CHUNKS = auto()
-    OFFER = auto()
-    CANCEL = auto()
-
-
-GIVING: dict[tuple[Giving, Heard], tuple[Giving, Say]] = {
-    (Giving.OPEN, Heard.CREDIT): (Giving.OPEN, Say.CHUNKS),
-    (Giving.OPEN, Heard.DONE): (Giving.GIVEN, Say.NOTHING),  # an earlier life of ours gave it
-    (Giving.OPEN, Heard.REFUSED): (Giving.KEPT, Say.NOTHING),
-    (Giving.OPEN, Heard.LEFT): (Giving.SENT, Say.NOTHING),
-    (Giving.OPEN, Heard.QUIET): (Giving.OPEN, Say.OFFER),
-    (Giving.OPEN, Heard.FOUND): (Giving.OPEN, Say.OFFER),
-    (Giving.OPEN, Heard.LATE): (Giving.KEPT, Say.CANCEL),
-    (Giving.OPEN, Heard.GONE): (Giving.KEPT, Say.NOTHING),
-    (Giving.OPEN, Heard.STOPPED): (Giving.KEPT, Say.CANCEL),
-    (Giving.SENT, Heard.CREDIT): (Giving.SENT, Say.CHUNKS),
-    (Giving.SENT, Heard.DONE): (Giving.GIVEN, Say.NOTHING),
-    (Giving.SENT, Heard.REFUSED): (Giving.KEPT, Say.NOTHING),
-    (Giving.SENT, Heard.LEFT): (Giving.SENT, Say.NOTHING),  # for the second time
-    (Giving.SENT, Heard.QUIET): (Giving.SENT, Say.OFFER),
-    (Giving.SENT, Heard.FOUND): (Giving.SENT, Say.OFFER),
-    (Giving.SENT, Heard.LATE): (Giving.ASKED, Say.CANCEL),
-    (Giving.SENT, Heard.GONE): (Giving.UNSURE, Say.NOTHING),
-    (Giving.SENT, Heard.STOPPED): (Giving.UNSURE, Say.CANCEL),
-    (Giving.ASKED, Heard.CREDIT): (Giving.ASKED, Say.NOTHING),
-    (Giving.ASKED, Heard.DONE): (Giving.GIVEN, Say.NOTHING),
-    (Giving.ASKED, Heard.REFUSED): (Giving.KEPT, Say.NOTHING),
-    (Giving.ASKED, Heard.LATE): (Giving.UNSURE, Say.CANCEL),
-    (Giving.ASKED, Heard.FOUND): (Giving.ASKED, Say.CANCEL),
-    (Giving.ASKED, Heard.GONE): (Giving.UNSURE, Say.NOTHING),
-    (Giving.ASKED, Heard.STOPPED): (Giving.UNSURE, Say.NOTHING),
+GIVING: dict[tuple[Giving, Heard], tuple[Giving, Kind | None]] = {
+    (Giving.OPEN, Heard.CREDIT): (Giving.OPEN, Kind.CHUNK),
+    (Giving.OPEN, Heard.DONE): (Giving.GIVEN, None),  # an earlier life of ours gave it
+    (Giving.OPEN, Heard.REFUSED): (Giving.KEPT, None),
+    (Giving.OPEN, Heard.LEFT): (Giving.SENT, None),
+    (Giving.OPEN, Heard.QUIET): (Giving.OPEN, Kind.OFFER),
+    (Giving.OPEN, Heard.FOUND): (Giving.OPEN, Kind.OFFER),
+    (Giving.OPEN, Heard.LATE): (Giving.KEPT, Kind.CANCEL),
+    (Giving.OPEN, Heard.GONE): (Giving.KEPT, None),
+    (Giving.OPEN, Heard.STOPPED): (Giving.KEPT, Kind.CANCEL),
+    (Giving.SENT, Heard.CREDIT): (Giving.SENT, Kind.CHUNK),
+    (Giving.SENT, Heard.DONE): (Giving.GIVEN, None),
+    (Giving.SENT, Heard.REFUSED): (Giving.KEPT, None),
+    (Giving.SENT, Heard.LEFT): (Giving.SENT, None),  # for the second time
+    (Giving.SENT, Heard.QUIET): (Giving.SENT, Kind.OFFER),
+    (Giving.SENT, Heard.FOUND): (Giving.SENT, Kind.OFFER),
+    (Giving.SENT, Heard.LATE): (Giving.ASKED, Kind.CANCEL),
+    (Giving.SENT, Heard.GONE): (Giving.UNSURE, None),
+    (Giving.SENT, Heard.STOPPED): (Giving.UNSURE, Kind.CANCEL),
+    (Giving.ASKED, Heard.CREDIT): (Giving.ASKED, None),
+    (Giving.ASKED, Heard.DONE): (Giving.GIVEN, None),
+    (Giving.ASKED, Heard.REFUSED): (Giving.KEPT, None),
+    (Giving.ASKED, Heard.LATE): (Giving.UNSURE, Kind.CANCEL),
+    (Giving.ASKED, Heard.FOUND): (Giving.ASKED, Kind.CANCEL),
+    (Giving.ASKED, Heard.GONE): (Giving.UNSURE, None),
+    (Giving.ASKED, Heard.STOPPED): (Giving.UNSURE, None),
 }
 
 
@@ -103,43 +98,34 @@ class Met(Enum):
     LOST = auto()  # its giver is dead, or late, or the exchange ends here
 
 
-class TakerSays(Enum):
-    """What a taker says."""
-
-    NOTHING = auto()
-    WHERE = auto()  # how far the share has come
-    DONE = auto()
-    REFUSE = auto()
-
-
-TAKING: dict[tuple[Taking, Met], tuple[Taking, TakerSays]] = {
-    (Taking.AWAITED, Met.OFFERED): (Taking.COMING, TakerSays.NOTHING),  # credit follows, or DONE
-    (Taking.AWAITED, Met.BAD): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.AWAITED, Met.CANCELLED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.AWAITED, Met.NONE): (Taking.MISSED, TakerSays.NOTHING),
-    (Taking.AWAITED, Met.LOST): (Taking.MISSED, TakerSays.NOTHING),
-    (Taking.COMING, Met.OFFERED): (Taking.COMING, TakerSays.WHERE),
-    (Taking.COMING, Met.REPLACED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.COMING, Met.ARRIVED): (Taking.WHOLE, TakerSays.DONE),
-    (Taking.COMING, Met.BAD): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.COMING, Met.CANCELLED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.COMING, Met.NONE): (Taking.COMING, TakerSays.NOTHING),  # what was offered comes, if late
-    (Taking.COMING, Met.LOST): (Taking.MISSED, TakerSays.NOTHING),
-    (Taking.WHOLE, Met.OFFERED): (Taking.WHOLE, TakerSays.DONE),
-    (Taking.WHOLE, Met.REPLACED): (Taking.WHOLE, TakerSays.DONE),
-    (Taking.WHOLE, Met.TURN): (Taking.MIXED, TakerSays.NOTHING),
-    (Taking.WHOLE, Met.BAD): (Taking.MISSED, TakerSays.NOTHING),  # DONE was said: the account corrects it
-    (Taking.WHOLE, Met.CANCELLED): (Taking.WHOLE, TakerSays.DONE),
-    (Taking.WHOLE, Met.NONE): (Taking.WHOLE, TakerSays.NOTHING),
-    (Taking.WHOLE, Met.LOST): (Taking.WHOLE, TakerSays.NOTHING),
-    (Taking.MIXED, Met.OFFERED): (Taking.MIXED, TakerSays.DONE),
-    (Taking.MIXED, Met.REPLACED): (Taking.MIXED, TakerSays.DONE),
-    (Taking.MIXED, Met.CANCELLED): (Taking.MIXED, TakerSays.DONE),
-    (Taking.MIXED, Met.NONE): (Taking.MIXED, TakerSays.NOTHING),
-    (Taking.MIXED, Met.LOST): (Taking.MIXED, TakerSays.NOTHING),
-    (Taking.MISSED, Met.OFFERED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.MISSED, Met.REPLACED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.MISSED, Met.CANCELLED): (Taking.MISSED, TakerSays.REFUSE),
-    (Taking.MISSED, Met.NONE): (Taking.MISSED, TakerSays.NOTHING),
-    (Taking.MISSED, Met.LOST): (Taking.MISSED, TakerSays.NOTHING),
+TAKING: dict[tuple[Taking, Met], tuple[Taking, Kind | None]] = {
+    (Taking.AWAITED, Met.OFFERED): (Taking.COMING, None),  # credit follows, or DONE
+    (Taking.AWAITED, Met.BAD): (Taking.MISSED, Kind.REFUSE),
+    (Taking.AWAITED, Met.CANCELLED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.AWAITED, Met.NONE): (Taking.MISSED, None),
+    (Taking.AWAITED, Met.LOST): (Taking.MISSED, None),
+    (Taking.COMING, Met.OFFERED): (Taking.COMING, Kind.ACK),
+    (Taking.COMING, Met.REPLACED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.COMING, Met.ARRIVED): (Taking.WHOLE, Kind.DONE),
+    (Taking.COMING, Met.BAD): (Taking.MISSED, Kind.REFUSE),
+    (Taking.COMING, Met.CANCELLED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.COMING, Met.NONE): (Taking.COMING, None),  # what was offered comes, if late
+    (Taking.COMING, Met.LOST): (Taking.MISSED, None),
+    (Taking.WHOLE, Met.OFFERED): (Taking.WHOLE, Kind.DONE),
+    (Taking.WHOLE, Met.REPLACED): (Taking.WHOLE, Kind.DONE),
+    (Taking.WHOLE, Met.TURN): (Taking.MIXED, None),
+    (Taking.WHOLE, Met.BAD): (Taking.MISSED, None),  # DONE was said: the account corrects it
+    (Taking.WHOLE, Met.CANCELLED): (Taking.WHOLE, Kind.DONE),
+    (Taking.WHOLE, Met.NONE): (Taking.WHOLE, None),
+    (Taking.WHOLE, Met.LOST): (Taking.WHOLE, None),
+    (Taking.MIXED, Met.OFFERED): (Taking.MIXED, Kind.DONE),
+    (Taking.MIXED, Met.REPLACED): (Taking.MIXED, Kind.DONE),
+    (Taking.MIXED, Met.CANCELLED): (Taking.MIXED, Kind.DONE),
+    (Taking.MIXED, Met.NONE): (Taking.MIXED, None),
+    (Taking.MIXED, Met.LOST): (Taking.MIXED, None),
+    (Taking.MISSED, Met.OFFERED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.MISSED, Met.REPLACED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.MISSED, Met.CANCELLED): (Taking.MISSED, Kind.REFUSE),
+    (Taking.MISSED, Met.NONE): (Taking.MISSED, None),
+    (Taking.MISSED, Met.LOST): (Taking.MISSED, None),
 }

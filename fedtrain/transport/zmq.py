@@ -16,7 +16,7 @@ from ..wire.codec import encode
 from ..wire.frames import AuditHead
 from ..wire.gossip import Greeting, Header, Kind, Stamp
 from .admission import Curve, LocalPeer, PeerDirectory
-from .links import LinkSettings
+from .link import LinkSettings
 from .membership import View
 from .peer_thread import PeerThread, Welcome
 

@@ -15,7 +15,7 @@ from fedtrain.exchange import Contact
 from fedtrain.pki import Credentials, init, issue
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
-from fedtrain.transport.admission import Curve, curve_speed
+from fedtrain.transport.admission import Curve
 from fedtrain.transport.memory import LocalNetwork
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind
@@ -528,7 +528,3 @@ def test_from_one_peer_that_it_knows_a_newcomer_meets_all(tmp_path):
                 await peer.stop()
 
     bounded(main())
-
-
-def test_the_speed_of_curve_can_be_told():
-    assert curve_speed(4 * MIB) > 1e6

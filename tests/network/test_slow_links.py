@@ -10,7 +10,7 @@ import torch
 
 from fedtrain.exchange import Contact
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.links import LinkSettings
+from fedtrain.transport.link import LinkSettings
 from fedtrain.transport.shares import Limits
 from fedtrain.transport.zmq import ZmqNeighbors
 from tests.gossip import GREETING, MIB, Sum, share, vector

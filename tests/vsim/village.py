@@ -151,7 +151,7 @@ class Village(World):
             (peer_thread, "Links", partial(SimLinks, self.network)),
             (peer_thread, "threading", SimpleNamespace(Thread=SimThread)),
             (zmq_transport.ZmqNeighbors, "stop", stop), (zmq_transport, "keep_freed", lambda: None),
-            (peer, "curve_speed", lambda: 1e9), (peer, "Limits", limits),
+            (peer, "Limits", limits),
         ]  # fmt: skip
 
 

@@ -22,13 +22,11 @@ from typing import Any
 
 import zmq
 
-from fedtrain.errors import ConnectError, WireError
+from fedtrain.errors import ConnectError
 from fedtrain.exchange import PeerId
 from fedtrain.transport import links as production
-from fedtrain.transport.goodbye import LAST_WORDS_S
-from fedtrain.transport.link import OUR_CALL, Link
+from fedtrain.transport.link import OUR_CALL, Link, LinkSettings
 from fedtrain.transport.peer_thread import PeerThread
-from fedtrain.wire.gossip import Header, Kind, unpack
 from tests.vsim.clock import CURRENT, Process, VirtualLoop
 from tests.vsim.network import DOWN, UP
 
@@ -198,13 +196,12 @@ class Frame:
 class SimLinks(production.Links):
     """links.Links over Wires; all but its sockets is as it is there."""
 
-    def __init__(self, wires: Wires, local: Any, settings: production.LinkSettings, observer: Any) -> None:
+    def __init__(self, wires: Wires, local: Any, settings: LinkSettings, observer: Any) -> None:
         process = CURRENT.get()
         assert process is not None
         self.wires, self.process, self.name = wires, process, local.name
         self._local, self._heartbeat_s, self._observer = local, settings.heartbeat_s, observer
         self._links, self._talking, self._ended, self._let_in = {}, {}, [], {}
-        self.parting = Partings(self)
         self._events: deque[Callable[[], tuple[Link, list[Frame]] | None]] = deque()
         self._something: asyncio.Future[None] | None = None
         self._told_to_wake, self.address, self.wire_out = False, "", 0
@@ -260,6 +257,16 @@ class SimLinks(production.Links):
         for number in list(link.routes):
             if (call := self._routed.pop(number, None)) is not None:
                 call.lose()
+
+    def _part(self, link: Link, calls: Iterable[int]) -> None:
+        """A call ends at once, behind what was said over it."""
+        for number in list(calls):
+            del link.routes[number]
+            if (call := self._routed.pop(number, None)) is not None:
+                call.lose()
+
+    def end_parting(self, now: float) -> None:
+        """None waits."""
 
     def _end(self, call: Call) -> None:
         """This end closes it; it hears no more of it."""
@@ -376,22 +383,6 @@ class SimLinks(production.Links):
             call.send(self, frames)
 
 
-class Partings:
-    """parting.Parting: a call ends at once, behind what was said over it."""
-
-    def __init__(self, links: SimLinks) -> None:
-        self._links = links
-
-    def part(self, link: Link, calls: Iterable[int]) -> None:
-        for number in list(calls):
-            del link.routes[number]
-            if (call := self._links._routed.pop(number, None)) is not None:
-                call.lose()
-
-    def tick(self, now: float) -> None:
-        """None waits."""
-
-
 class SimThread:
     """threading.Thread for a PeerThread: its turns are steps of its process."""
 
@@ -406,10 +397,9 @@ class SimThread:
         """PeerThread._work."""
         peer, links = self.peer, self.links
         try:
-            while not peer._stopping:
+            while not peer._has_left():
                 await links.ready(peer._tick_s - links.wires.loop.now)
                 peer._turn()
-            await part(links, peer._greeting.boot)
         except Exception as e:
             peer._error = e
         finally:
@@ -422,25 +412,6 @@ class SimThread:
         found = self.peer.links
         assert isinstance(found, SimLinks)
         return found
-
-
-async def part(links: SimLinks, boot: bytes) -> None:
-    """goodbye.part."""
-    unanswered = {link for link in links if link.up and link.greeted}
-    for link in unanswered:
-        links.say(link, Header(Kind.LEAVE), (boot,))
-    until_s = links.wires.loop.now + LAST_WORDS_S
-    while (unanswered := {link for link in unanswered if link.up}) and links.wires.loop.now < until_s:
-        links.send()
-        await links.ready(until_s - links.wires.loop.now)
-        for link, message in links.receive(0.0):
-            with suppress(WireError):
-                kind = unpack(bytes(message[0].buffer))[0].kind
-                if kind is Kind.LEAVE:
-                    links.say(link, Header(Kind.LEFT))
-                if kind in (Kind.LEAVE, Kind.LEFT):
-                    unanswered.discard(link)
-    links.send()
 
 
 async def stop(neighbors: Any) -> None:

@@ -35,8 +35,8 @@ from ...secagg.peer_sums import PeerSums
 from ...store import AGREED, RunStore
 from ...store.disk import private, private_folder
 from ...topology import Topology
-from ...transport.admission import FAST, Curve, curve_speed
-from ...transport.links import LinkSettings
+from ...transport.admission import Curve
+from ...transport.link import LinkSettings
 from ...transport.shares import Limits
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
@@ -153,9 +153,6 @@ async def run(
             emit=worded(emit, config.run.rounds),
             witness=audit.overheard,
         )  # fmt: skip
-        if (speed := await asyncio.to_thread(curve_speed)) < FAST:
-            slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
-            emit(Notice(text=f"{slow}: is this pyzmq built without libsodium?"))
         model = (await trainer.initial(files / "initial")).load()
         records = records_of(folder, store.folder, policy, emit)
         spent = Spent.of_site(config, store.folder, journal.emit, policy, records)
