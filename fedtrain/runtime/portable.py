@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config import Config
 from ..errors import ConfigError, TaskError, writing
 from ..training.batches import cut, examples_in
+from ..training.compat import tree_leaves, tree_map
 from ..training.devices import generators_kept
 from ..training.examples import examples_of
 from ..training.task import Task, collate_of, folder_of, user_code

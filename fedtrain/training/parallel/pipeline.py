@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
 from ..batches import Batch, cut, examples_in, tensors_in
-from ..collectives import everyones, receive, send
-from ..mesh import Mesh
+from ..collectives import everyones
+from ..mesh import Mesh, is_dtensor
 from .outside import Call, Replay, inputs_of
 from .plan import Plan
 
@@ -30,9 +29,24 @@ SCHEDULES: dict[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # what an evaluation does of a schedule
-# (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
-# twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
+# (what loss() returned, its batch, where that begins in the whole) -> what backward starts from
 Measured = Callable[[Any, Batch, int], torch.Tensor]
+
+
+class Activation(NamedTuple):
+    """What passes from one stage to the next, without its numbers; it lies contiguous in memory."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Activation:
+        return cls([*tensor.shape], tensor.dtype, tensor.requires_grad)
+
+    def zeros(self, device: torch.device | str) -> torch.Tensor:
+        kind: dict[str, Any] = {"dtype": self.dtype, "requires_grad": self.requires_grad}
+        return torch.zeros(self.shape, device=device, **kind)
 
 
 class Pipeline:
@@ -49,24 +63,32 @@ class Pipeline:
         self.group = mesh["pp"].get_group()
         self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
+        # Gloo sends and receives what lies in memory, and nothing of a GPU.
+        gloo = dist.get_backend(self.group) == "gloo"
+        self._between = torch.device("cpu") if gloo else mesh.device  # where activations travel
         self._schedules: dict[tuple[Any, ...], Any] = {}
         self._present: tuple[Batch, Measured] | None = None
+        for index, module in stages.items():
+            if index > 0:
+                module.register_forward_pre_hook(self._arriving)
+            module.register_forward_hook(partial(self._leaving, index))
 
     def train(self, batch: Batch, measured: Measured) -> None:
         """Forward and backward of a batch in microbatches; `measured` is called for each at the last."""
         count = self.config.microbatches or 2 * self.mesh.sizes.pp
-        self._present = batch, measured
-        schedule = self._schedule(batch, count, training=True)
+        inputs = inputs_of(self.loss, batch, self.has) if self.first else ()
+        schedule = self._schedule(batch, inputs, count, training=True)
         given: dict[str, Any] = {"return_outputs": False}
         if self.last:
             given["target"] = torch.arange(examples_in(batch))
-        schedule.step(*(inputs_of(self.loss, batch, self.has) if self.first else ()), **given)
+        self._present = batch, measured
+        schedule.step(*inputs, **given)
         self._present = None
 
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
-        schedule, n = self._schedule(batch, 1, training=False), examples_in(batch)
         inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
+        schedule, n = self._schedule(batch, inputs, 1, training=False), examples_in(batch)
         if not self.traced:
             output = schedule.eval(*inputs)
         else:
@@ -75,7 +97,7 @@ class Pipeline:
             output = joined(parts, n) if self.last else None
         return call(Replay(output, self.has, training=False), batch) if self.last else None
 
-    def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
+    def _schedule(self, batch: Batch, inputs: tuple[Any, ...], count: int, *, training: bool) -> Any:
         n = examples_in(batch)
         if n % count:
             raise TaskError(
@@ -90,8 +112,14 @@ class Pipeline:
             )
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
+            micro = [exactly(t, 0, self.traced or n // count) for t in inputs]
+            shapes = self._shapes(micro, training=training)
+            passed = [tuple(each.zeros("meta") for each in activations) for activations in shapes]
+            stage_of = partial(
+                pipelining.PipelineStage, num_stages=self.number, device=self._between, group=self.group
+            )
             stages: list[Any] = [
-                TypedStage(module, index, self.number, self.mesh.device, group=self.group)
+                stage_of(module, index, input_args=passed[index], output_args=passed[index + 1])
                 for index, module in self.stages.items()
             ]
             several = len(stages) > 1
@@ -103,6 +131,46 @@ class Pipeline:
                 order[made.rank] = [a for a in order[made.rank] if a.computation_type.value in FORWARD]
             self._schedules[key] = made
         return self._schedules[key]
+
+    def _shapes(self, inputs: list[torch.Tensor], *, training: bool) -> list[list[Activation]]:
+        """What goes into each stage for one microbatch, and what leaves the last, on all ranks: by a trial of
+        one stage after the other, which leaves buffers and torch's generators as they were. `inputs`: the
+        first stage's; empty where this rank does not have it."""
+        cuda = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        everyone = everyones([*map(Activation.of, inputs)], list[Activation], self.group, self._between)
+        passed = [max(everyone, key=len)]
+        for index in range(self.number):
+            found: list[Activation] = []
+            if (stage := self.stages.get(index)) is not None:
+                given = inputs if index == 0 else [each.zeros(self._between) for each in passed[-1]]
+                with torch.random.fork_rng(cuda), torch.set_grad_enabled(training):
+                    found = tried(stage, given)
+            everyone = everyones(found, list[Activation], self.group, self._between)
+            passed.append(max(everyone, key=len))
+        return passed
+
+    def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A stage's inputs on its device; their gradients lie in memory as they are received."""
+        here = tuple(t.to(self.mesh.device).view_as(t) for t in inputs)
+        for tensor in here:
+            if tensor.requires_grad:
+                tensor.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return here
+
+    def _leaving(self, index: int, stage: nn.Module, inputs: object, output: Any) -> Any:
+        """A stage's outputs as they are sent."""
+        if not isinstance(output, tuple | list):
+            return self._sendable(index, output)
+        return tuple(self._sendable(index, each) for each in output)
+
+    def _sendable(self, index: int, output: Any) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor) or is_dtensor(output):
+            raise TaskError(
+                f"parallel.pp: stage {index} returns a {type(output).__name__}. Let the forward() of a stage "
+                f"return a tensor, or a tuple of tensors."
+            )
+        there = self.mesh.device if index == self.number - 1 else self._between
+        return output.to(there).contiguous()
 
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
         assert self._present is not None, "only within train()"
@@ -123,6 +191,17 @@ def joined(outputs: list[Any], count: int) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs)[:count]
     return tuple(joined([*each], count) for each in zip(*outputs, strict=True))
+
+
+def tried(stage: nn.Module, inputs: list[torch.Tensor]) -> list[Activation]:
+    """What a stage gives for these inputs; its buffers stay as they are."""
+    before = [(module._buffers, dict(module._buffers)) for module in stage.modules()]
+    for buffers, kept in before:
+        buffers.update({name: t if t is None else t.clone() for name, t in kept.items()})
+    output = stage(*inputs)
+    for buffers, kept in before:
+        buffers.update(kept)
+    return [*map(Activation.of, output if isinstance(output, tuple) else [output])]
 
 
 # --- A model, in stages
@@ -202,99 +281,3 @@ def even_cuts(weights: list[int], parts: int) -> list[int]:
             cuts.append(at)
         seen += weight
     return [*cuts, len(weights)]
-
-
-def _rehearsed(infer: Any) -> Any:
-    """torch learns shapes from a run on memory as it finds it: buffers and draws stay as they were."""
-
-    def rehearse(stage: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(module._buffers, dict(module._buffers)) for module in stage.submod.modules()]
-        for buffers, kept in before:
-            buffers.update({name: t if t is None else t.clone() for name, t in kept.items()})
-        with torch.random.fork_rng([stage.device] if stage.device.type == "cuda" else []):
-            found = infer(stage, *args, **kwargs)
-        for buffers, kept in before:
-            buffers.update(kept)
-        return found
-
-    return rehearse
-
-
-class TypedStage(pipelining.PipelineStage):
-    """What passes from one stage to the next is described in the first step, by types (collectives.py).
-
-    Gloo sends and receives what lies in memory, and nothing of a GPU: there, tensors pass through memory.
-    """
-
-    _forward_metadata_inference = _rehearsed(pipelining.PipelineStage._forward_metadata_inference)
-    _backward_metadata_inference = _rehearsed(pipelining.PipelineStage._backward_metadata_inference)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.group is not None, "a stage is told its group"
-        gloo = self.group._get_backend(self.device).name() == "gloo"
-        self._through_memory = gloo and self.device.type != "cpu"
-        self._coming: dict[int, torch.Tensor] = {}  # by the id of the tensor on the GPU that it is for
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._from_memory(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._from_memory(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _from_memory(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        for op in ops if self._through_memory else ():
-            op.tensor = op.tensor.detach().cpu()
-        return ops
-
-    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
-        ops: list[dist.P2POp] = super()._get_recv_ops(recv_infos)
-        for op in ops if self._through_memory else ():
-            self._coming[id(op.tensor)] = host = torch.empty_like(op.tensor, device="cpu")
-            op.tensor = host
-        return ops
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        self._arrived(self.args_recv_info[fwd_chunk_id])
-        return super()._retrieve_recv_activations(fwd_chunk_id)
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        self._arrived(self.grad_recv_info[bwd_chunk_id])
-        return super()._retrieve_recv_grads(bwd_chunk_id)
-
-    @torch.no_grad()
-    def _arrived(self, recv_infos: Sequence[Any]) -> None:
-        """What was received is where torch looks for it."""
-        for info in recv_infos:
-            if (host := self._coming.pop(id(info.buffer), None)) is not None:
-                info.buffer.copy_(host)
-
-    @contextmanager
-    def _telling(self) -> Iterator[torch.device]:
-        """Within it torch's own messages to other stages, which are not the model's, lie on this device."""
-        device = self.device
-        self.device = torch.device("cpu") if self._through_memory else device
-        try:
-            yield self.device
-        finally:
-            self.device = device
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._telling():
-            return super()._warmup_forward_vote(*args, **kwargs)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._telling():
-            return super()._warmup_backward_result(*args, **kwargs)
-
-    def _send_meta(self, meta: _StageForwardMeta | _StageBackwardMeta, dst_stage: int) -> None:
-        forward = isinstance(meta, _StageForwardMeta)
-        said = forward, meta.forward_metas if isinstance(meta, _StageForwardMeta) else meta.backward_metas
-        with self._telling() as device:
-            send(said, self._resolve_peer_global_rank(dst_stage), self.group, device)
-
-    def _recv_meta(self, src_stage: int) -> _StageForwardMeta | _StageBackwardMeta:
-        source, kind = self._resolve_peer_global_rank(src_stage), tuple[bool, list[_TensorMeta | None]]
-        with self._telling() as device:
-            forward, metas = receive(kind, source, self.group, device)
-        return _StageForwardMeta((*metas,)) if forward else _StageBackwardMeta((*metas,))
