@@ -43,7 +43,6 @@ NAMES = {
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "replicate": "torch.distributed._composable.replicate_with_fsdp:replicate",
     "seed_sharded_draws": "torch.distributed.tensor._random:manual_seed",
-    "set_default_timeout": "torch._C._distributed_c10d:Backend._set_default_timeout",
     "storage_address": "torch:UntypedStorage._cdata.__get__",
     "tensor_to_object": "torch.distributed.distributed_c10d:_tensor_to_object",
     "transformer_encoder_layer_fwd": "torch:_transformer_encoder_layer_fwd",

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..malloc import large_pages
-from .compat import backend_in, backend_timeout, device_types, flatten_mesh, set_default_timeout
+from .compat import backend_in, backend_timeout, device_types, flatten_mesh
 from .devices import backend_of, device_of_rank
 from .elastic import Left
 
@@ -195,8 +195,8 @@ def backends_of(group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def limit(group: dist.ProcessGroup | None, seconds: float) -> None:
-    for backend in backends_of(group):
-        set_default_timeout(backend, timedelta(seconds=seconds))
+    if group is not None:
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ SCHEDULES: dict[str, Any] = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
-FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # what an evaluation does of a schedule
 # (what loss() returned, its batch, where that begins in the whole) -> what backward starts from
 Measured = Callable[[Any, Batch, int], torch.Tensor]
 
@@ -44,9 +44,9 @@ class Activation(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Activation:
         return cls([*tensor.shape], tensor.dtype, tensor.requires_grad)
 
-    def zeros(self, device: torch.device | str) -> torch.Tensor:
+    def empty(self, device: torch.device | str) -> torch.Tensor:
         kind: dict[str, Any] = {"dtype": self.dtype, "requires_grad": self.requires_grad}
-        return torch.zeros(self.shape, device=device, **kind)
+        return torch.empty(self.shape, device=device, **kind)
 
 
 class Pipeline:
@@ -67,6 +67,7 @@ class Pipeline:
         gloo = dist.get_backend(self.group) == "gloo"
         self._between = torch.device("cpu") if gloo else mesh.device  # where activations travel
         self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._evaluated: dict[tuple[Any, ...], list[list[Activation]]] = {}  # see _run; by shapes of batches
         self._present: tuple[Batch, Measured] | None = None
         for index, module in stages.items():
             if index > 0:
@@ -77,7 +78,7 @@ class Pipeline:
         """Forward and backward of a batch in microbatches; `measured` is called for each at the last."""
         count = self.config.microbatches or 2 * self.mesh.sizes.pp
         inputs = inputs_of(self.loss, batch, self.has) if self.first else ()
-        schedule = self._schedule(batch, inputs, count, training=True)
+        schedule = self._schedule(batch, inputs, count)
         given: dict[str, Any] = {"return_outputs": False}
         if self.last:
             given["target"] = torch.arange(examples_in(batch))
@@ -88,16 +89,16 @@ class Pipeline:
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
         inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
-        schedule, n = self._schedule(batch, inputs, 1, training=False), examples_in(batch)
+        passed = self._evaluated.setdefault(shapes_of(batch), [])
         if not self.traced:
-            output = schedule.eval(*inputs)
+            output = self._run(inputs, passed)
         else:
-            starts = range(0, n, self.traced)
-            parts = [schedule.eval(*(exactly(t, start, self.traced) for t in inputs)) for start in starts]
+            n, size = examples_in(batch), self.traced
+            parts = [self._run([exactly(t, at, size) for t in inputs], passed) for at in range(0, n, size)]
             output = joined(parts, n) if self.last else None
         return call(Replay(output, self.has, training=False), batch) if self.last else None
 
-    def _schedule(self, batch: Batch, inputs: tuple[Any, ...], count: int, *, training: bool) -> Any:
+    def _schedule(self, batch: Batch, inputs: tuple[Any, ...], count: int) -> Any:
         n = examples_in(batch)
         if n % count:
             raise TaskError(
@@ -105,49 +106,61 @@ class Pipeline:
                 f"Set parallel.microbatches to a divisor, or train.batch_size to a multiple of it times the "
                 f"data-parallel ranks and drop_last = true (where data() gives a DataLoader, its own)."
             )
-        if training and self.traced not in (0, n // count):
+        if self.traced not in (0, n // count):
             raise TaskError(
                 f"the model was traced for microbatches of {self.traced} examples, and here they have "
                 f"{n // count}. Set drop_last = true, or cut the model by the stage() of a parallel_plan()."
             )
-        key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
-        if key not in self._schedules:
-            micro = [exactly(t, 0, self.traced or n // count) for t in inputs]
-            shapes = self._shapes(micro, training=training)
-            passed = [tuple(each.zeros("meta") for each in activations) for activations in shapes]
+        if (key := (count, *shapes_of(batch))) not in self._schedules:
+            passed: list[list[Activation]] = []
+            with unchanged(self.stages.values(), self.mesh.device), torch.enable_grad():
+                self._run([t.tensor_split(count)[0] for t in inputs], passed)
+            ends = [tuple(each.empty("meta") for each in activations) for activations in passed]
             stage_of = partial(
                 pipelining.PipelineStage, num_stages=self.number, device=self._between, group=self.group
             )
             stages: list[Any] = [
-                stage_of(module, index, input_args=passed[index], output_args=passed[index + 1])
+                stage_of(module, index, input_args=ends[index], output_args=ends[index + 1])
                 for index, module in self.stages.items()
             ]
-            several = len(stages) > 1
-            kind = SCHEDULES[self.config.schedule if training or several else "gpipe"]
-            loss = self._loss if training else None
-            made = kind(stages if several else stages[0], count, loss, scale_grads=False)
-            if several and not training:  # torch would step backward too, which fails in a V
-                order = made.pipeline_order_with_comms
-                order[made.rank] = [a for a in order[made.rank] if a.computation_type.value in FORWARD]
-            self._schedules[key] = made
+            kind = SCHEDULES[self.config.schedule]
+            several = stages if len(stages) > 1 else stages[0]
+            self._schedules[key] = kind(several, count, self._loss, scale_grads=False)
         return self._schedules[key]
 
-    def _shapes(self, inputs: list[torch.Tensor], *, training: bool) -> list[list[Activation]]:
-        """What goes into each stage for one microbatch, and what leaves the last, on all ranks: by a trial of
-        one stage after the other, which leaves buffers and torch's generators as they were. `inputs`: the
-        first stage's; empty where this rank does not have it."""
-        cuda = [self.mesh.device] if self.mesh.device.type == "cuda" else []
-        everyone = everyones([*map(Activation.of, inputs)], list[Activation], self.group, self._between)
-        passed = [max(everyone, key=len)]
+    def _run(self, inputs: Sequence[torch.Tensor], passed: list[list[Activation]]) -> Any:
+        """The output of the last stage, where this rank has it, for the inputs of the first, of one stage
+        after the other. `passed`: what goes into each stage, and what leaves the last, as an earlier run of
+        tensors of these shapes has noted it; an empty list is filled, on all ranks."""
+        new, output = not passed, tuple(inputs)
+        if new:
+            passed.append(self._agreed(output))
         for index in range(self.number):
-            found: list[Activation] = []
-            if (stage := self.stages.get(index)) is not None:
-                given = inputs if index == 0 else [each.zeros(self._between) for each in passed[-1]]
-                with torch.random.fork_rng(cuda), torch.set_grad_enabled(training):
-                    found = tried(stage, given)
-            everyone = everyones(found, list[Activation], self.group, self._between)
-            passed.append(max(everyone, key=len))
-        return passed
+            stage = self.stages.get(index)
+            if stage is not None:
+                if index > 0 and index - 1 not in self.stages:
+                    output = tuple(each.empty(self._between) for each in passed[index])
+                    for tensor in output:
+                        dist.recv(tensor.detach(), self._rank_of(index - 1), self.group)
+                found = stage(*output)
+                output = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            if new:
+                passed.append(self._agreed(output if stage is not None else ()))
+            if stage is not None and index + 1 < self.number and index + 1 not in self.stages:
+                for tensor in output:
+                    dist.send(tensor.detach(), self._rank_of(index + 1), self.group)
+        return found if self.last else None
+
+    def _agreed(self, mine: tuple[torch.Tensor, ...]) -> list[Activation]:
+        """What the one rank has that has any, on all ranks."""
+        kind = list[Activation]
+        return max(everyones([*map(Activation.of, mine)], kind, self.group, self._between), key=len)
+
+    def _rank_of(self, stage: int) -> int:
+        """Among all ranks, the one that has this stage and is in the same pipeline."""
+        count = self.config.pp
+        turned = self.config.schedule == "zbv" and stage >= count
+        return dist.get_global_rank(self.group, (self.number - 1 - stage if turned else stage) % count)
 
     def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A stage's inputs on its device; their gradients lie in memory as they are received."""
@@ -159,18 +172,18 @@ class Pipeline:
 
     def _leaving(self, index: int, stage: nn.Module, inputs: object, output: Any) -> Any:
         """A stage's outputs as they are sent."""
-        if not isinstance(output, tuple | list):
-            return self._sendable(index, output)
-        return tuple(self._sendable(index, each) for each in output)
-
-    def _sendable(self, index: int, output: Any) -> torch.Tensor:
-        if not isinstance(output, torch.Tensor) or is_dtensor(output):
-            raise TaskError(
-                f"parallel.pp: stage {index} returns a {type(output).__name__}. Let the forward() of a stage "
-                f"return a tensor, or a tuple of tensors."
-            )
+        parts = [*output] if isinstance(output, tuple | list) else [output]
+        for part in parts:
+            if not isinstance(part, torch.Tensor) or is_dtensor(part):
+                raise TaskError(
+                    f"parallel.pp: stage {index} returns a {type(part).__name__}. Let the forward() of a "
+                    f"stage return a tensor, or a tuple of tensors."
+                )
         there = self.mesh.device if index == self.number - 1 else self._between
-        return output.to(there).contiguous()
+        parts = [part.to(there).contiguous() for part in parts]
+        if isinstance(output, torch.Tensor):
+            return parts[0]
+        return parts if isinstance(output, list) else tuple(parts)
 
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
         assert self._present is not None, "only within train()"
@@ -193,15 +206,21 @@ def joined(outputs: list[Any], count: int) -> Any:
     return tuple(joined([*each], count) for each in zip(*outputs, strict=True))
 
 
-def tried(stage: nn.Module, inputs: list[torch.Tensor]) -> list[Activation]:
-    """What a stage gives for these inputs; its buffers stay as they are."""
-    before = [(module._buffers, dict(module._buffers)) for module in stage.modules()]
+def shapes_of(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    """Of every tensor in a batch."""
+    return tuple(tuple(t.shape) for t in tensors_in(batch))
+
+
+@contextmanager
+def unchanged(stages: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Leave the buffers of the stages, and torch's generators, as they are here."""
+    before = [(m._buffers, dict(m._buffers)) for stage in stages for m in stage.modules()]
     for buffers, kept in before:
         buffers.update({name: t if t is None else t.clone() for name, t in kept.items()})
-    output = stage(*inputs)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
     for buffers, kept in before:
         buffers.update(kept)
-    return [*map(Activation.of, output if isinstance(output, tuple) else [output])]
 
 
 # --- A model, in stages
