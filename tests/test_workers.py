@@ -51,7 +51,8 @@ def by_default(monkeypatch):
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_workers_that_would_import_the_task_anew_are_refused(task, method):
-    with pytest.raises(TaskError, match=f"workers start by {method}, .*numbered anew.*multiprocessing_context"):
+    said = f"workers start by {method}, .*numbered anew.*multiprocessing_context"
+    with pytest.raises(TaskError, match=said):
         examples_of(task.data("a", method))
 
 
