@@ -77,6 +77,13 @@ def replace_name(name: str, by: Any) -> None:
     setattr(import_module(module), path, by)
 
 
+def silent(stage: Any) -> Any:
+    """A pipeline stage that sends its neighbours nothing before the first step. Before torch 2.13 it did, to
+    its own rank too in a schedule that is a V, which Gloo can't."""
+    stage._get_init_p2p_neighbors_ops = list
+    return stage
+
+
 def reduce_unused(root: Any) -> None:
     """Have the ranks of an FSDPModule and of those within it reduce the same gradients in each step: zeros
     for a parameter that a rank's loss did not use. (torch 2.13 has a method for it.)"""

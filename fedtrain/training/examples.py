@@ -163,8 +163,8 @@ def start_by_fork(loader: DataLoader[Any]) -> None:
         loader.multiprocessing_context = "fork"
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     used = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
-    modules = {sys.modules.get(getattr(each, "__module__", "")) for each in used}
-    own = [m.__name__ for m in modules if isinstance(getattr(m, "__loader__", None), SourceOnly)]
+    names = {getattr(each, "__module__", "") for each in used}
+    own = [n for n in names if isinstance(getattr(sys.modules.get(n), "__loader__", None), SourceOnly)]
     if method != "fork" and own:
         raise TaskError(
             f"data() gives a DataLoader whose workers start by {method}, and such a worker would import "

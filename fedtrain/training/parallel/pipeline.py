@@ -18,6 +18,7 @@ from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
 from ..batches import Batch, cut, examples_in, tensors_in
 from ..collectives import everyones
+from ..compat import silent
 from ..mesh import Mesh, is_dtensor
 from .outside import Call, Replay, inputs_of
 from .plan import Plan
@@ -120,7 +121,7 @@ class Pipeline:
                 pipelining.PipelineStage, num_stages=self.number, device=self._between, group=self.group
             )
             stages: list[Any] = [
-                stage_of(module, index, input_args=ends[index], output_args=ends[index + 1])
+                silent(stage_of(module, index, input_args=ends[index], output_args=ends[index + 1]))
                 for index, module in self.stages.items()
             ]
             kind = SCHEDULES[self.config.schedule]
