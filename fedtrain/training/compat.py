@@ -5,7 +5,6 @@ fedtrain runs on torch 2.10 to 2.15. Where torch has a public name, the other fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -99,24 +98,16 @@ def reduce_unused(root: Any) -> None:
 
 def _fill_unused(module: nn.Module, inputs: object, output: Any) -> None:
     """As soon as backward reaches the outputs, and FSDP has gathered the parameters, give those zeros as
-    gradients, to which autograd adds."""
+    gradients, to which autograd adds; but not those that FSDP gathers with a module within this one."""
+    from torch.distributed.fsdp import FSDPModule
 
     def fill(_: torch.Tensor) -> None:
-        for owner, name in _own_parameters(module):
-            parameter = owner.get_parameter(name)
+        within = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+        others = {p for each in within for p in cast(nn.Module, each).parameters()}
+        for parameter in set(module.parameters()) - others:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     for tensor in __getattr__("tree_leaves")(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(fill)  # type: ignore[no-untyped-call]  # torch's
-
-
-def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(owner, name) of each parameter that FSDP gathers with this module, and not with one within it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _own_parameters(child)

@@ -8,7 +8,6 @@ its own order.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +30,7 @@ from torch.utils.data import (
 )
 
 from ..config import TrainConfig
-from ..config.project import SourceOnly
+from ..config.project import is_of_project
 from ..errors import TaskError, some
 from .batches import (
     Batch,
@@ -163,12 +162,10 @@ def start_by_fork(loader: DataLoader[Any]) -> None:
         loader.multiprocessing_context = "fork"
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     used = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
-    names = {getattr(each, "__module__", "") for each in used}
-    own = [n for n in names if isinstance(getattr(sys.modules.get(n), "__loader__", None), SourceOnly)]
-    if method != "fork" and own:
+    if method != "fork" and (own := {each.__module__ for each in used if each and is_of_project(each)}):
         raise TaskError(
             f"data() gives a DataLoader whose workers start by {method}, and such a worker would import "
-            f"{some(own)} anew. Leave out multiprocessing_context: its workers then start by fork."
+            f"{some([*own])} anew. Leave out multiprocessing_context: its workers then start by fork."
         )
 
 

@@ -112,8 +112,8 @@ class Mesh:
         if self._whole is None:
             return
         groups = {dist.group.WORLD, *(mesh.get_group() for mesh in self._flats.values())}
-        for group in groups | {self[axis].get_group() for axis in AXES}:
-            limit(group, seconds)
+        for group in filter(None, groups | {self[axis].get_group() for axis in AXES}):
+            group.set_timeout(timedelta(seconds=seconds))
 
     # --- data
 
@@ -154,7 +154,7 @@ class Mesh:
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self._flats:
             self._flats[axes] = self[axes[0]] if len(axes) == 1 else flatten_mesh(self[axes])
-            limit(self._flats[axes].get_group(), self._limit_s)
+            self._flats[axes].get_group().set_timeout(timedelta(seconds=self._limit_s))
         return self._flats[axes]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -192,11 +192,6 @@ class Mesh:
 def backends_of(group: dist.ProcessGroup | None) -> list[Any]:
     """Of each kind of device that it works with."""
     return [backend_in(group, device) for device in device_types(group)] if group is not None else []
-
-
-def limit(group: dist.ProcessGroup | None, seconds: float) -> None:
-    if group is not None:
-        group.set_timeout(timedelta(seconds=seconds))
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.func import functional_call
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
@@ -41,13 +41,8 @@ class Activation(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Activation:
-        return cls([*tensor.shape], tensor.dtype, tensor.requires_grad)
-
     def empty(self, device: torch.device | str) -> torch.Tensor:
-        kind: dict[str, Any] = {"dtype": self.dtype, "requires_grad": self.requires_grad}
-        return torch.empty(self.shape, device=device, **kind)
+        return torch.empty(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
 class Pipeline:
@@ -114,7 +109,8 @@ class Pipeline:
             )
         if (key := (count, *shapes_of(batch))) not in self._schedules:
             passed: list[list[Activation]] = []
-            with unchanged(self.stages.values(), self.mesh.device), torch.enable_grad():
+            cuda = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+            with torch.random.fork_rng(cuda), torch.enable_grad():
                 self._run([t.tensor_split(count)[0] for t in inputs], passed)
             ends = [tuple(each.empty("meta") for each in activations) for activations in passed]
             stage_of = partial(
@@ -143,7 +139,9 @@ class Pipeline:
                     output = tuple(each.empty(self._between) for each in passed[index])
                     for tensor in output:
                         dist.recv(tensor.detach(), self._rank_of(index - 1), self.group)
-                found = stage(*output)
+                # A trial that is not a step leaves buffers as they are.
+                kept = dict(stage.named_buffers()) if torch.is_grad_enabled() else {}
+                found = functional_call(stage, {name: t.clone() for name, t in kept.items()}, output)
                 output = (found,) if isinstance(found, torch.Tensor) else tuple(found)
             if new:
                 passed.append(self._agreed(output if stage is not None else ()))
@@ -154,14 +152,14 @@ class Pipeline:
 
     def _agreed(self, mine: tuple[torch.Tensor, ...]) -> list[Activation]:
         """What the one rank has that has any, on all ranks."""
-        kind = list[Activation]
-        return max(everyones([*map(Activation.of, mine)], kind, self.group, self._between), key=len)
+        noted = [Activation([*t.shape], t.dtype, t.requires_grad) for t in mine]
+        return max(everyones(noted, list[Activation], self.group, self._between), key=len)
 
     def _rank_of(self, stage: int) -> int:
         """Among all ranks, the one that has this stage and is in the same pipeline."""
-        count = self.config.pp
-        turned = self.config.schedule == "zbv" and stage >= count
-        return dist.get_global_rank(self.group, (self.number - 1 - stage if turned else stage) % count)
+        turned = self.config.schedule == "zbv" and stage >= self.config.pp
+        at = (self.number - 1 - stage if turned else stage) % self.config.pp
+        return dist.get_global_rank(self.group, at)
 
     def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A stage's inputs on its device; their gradients lie in memory as they are received."""
@@ -210,18 +208,6 @@ def joined(outputs: list[Any], count: int) -> Any:
 def shapes_of(batch: Batch) -> tuple[tuple[int, ...], ...]:
     """Of every tensor in a batch."""
     return tuple(tuple(t.shape) for t in tensors_in(batch))
-
-
-@contextmanager
-def unchanged(stages: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Leave the buffers of the stages, and torch's generators, as they are here."""
-    before = [(m._buffers, dict(m._buffers)) for stage in stages for m in stage.modules()]
-    for buffers, kept in before:
-        buffers.update({name: t if t is None else t.clone() for name, t in kept.items()})
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    for buffers, kept in before:
-        buffers.update(kept)
 
 
 # --- A model, in stages

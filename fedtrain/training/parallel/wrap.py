@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
+from .. import compat
 from ..batches import Batch
-from ..compat import reduce_unused
 from ..mesh import Mesh, is_dtensor
 from ..precision import NARROW
 from ..task import Task
@@ -67,9 +67,7 @@ def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Me
             f"see docs/datacenter.md."
         )
     if mesh.device.type == "cuda":  # else the first dropout would broadcast over all ranks, stages and all
-        from ..compat import seed_sharded_draws
-
-        seed_sharded_draws(torch.initial_seed(), mesh["tp"])
+        compat.seed_sharded_draws(torch.initial_seed(), mesh["tp"])
     shared = _shared(model)
     # A fresh style for each use is not needed; a fresh dict is, parallelize_module pops from it.
     parallelize_module(model, mesh["tp"], dict(styles))
@@ -226,12 +224,10 @@ def data_parallel(
     if not axes:
         return root
     if mesh.sizes.tp > 1 or mesh.sizes.pp > 1:
-        from ..compat import replicate
-
         flat = mesh.flat(axes)
         for unit in units:
-            replicate(unit, mesh=flat)
-        replicate(root, mesh=flat)  # in place, as fully_shard
+            compat.replicate(unit, mesh=flat)
+        compat.replicate(root, mesh=flat)  # in place, as fully_shard
         with_unused(root)
         return root
     from torch.nn.parallel import DistributedDataParallel
@@ -267,9 +263,7 @@ def _sharded(
         )
     flat = mesh.flat(shards)
     if copies:
-        from ..compat import concatenate_meshes
-
-        flat = concatenate_meshes([mesh["dp_replicate"], flat])
+        flat = compat.concatenate_meshes([mesh["dp_replicate"], flat])
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=NARROW[precision], reduce_dtype=torch.float32)
@@ -290,7 +284,7 @@ def _sharded(
 def with_unused(root: nn.Module) -> None:
     """Have ranks exchange gradients of the same parameters in each step, whichever their losses asked for."""
     if is_fsdp(root):
-        reduce_unused(root)
+        compat.reduce_unused(root)
 
 
 class ReachedParameters:
