@@ -45,6 +45,20 @@ class Activation(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
 
 
+class Moved(torch.autograd.Function):
+    """A tensor on another device. It lies contiguous there, and its gradient where the tensor came from: so
+    both are sent as stages expect them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.device = tensor.device
+        return tensor.to(device).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.device).contiguous(), None
+
+
 class Pipeline:
     """This rank's stages, and schedules for each shape of batch that came."""
 
@@ -162,12 +176,9 @@ class Pipeline:
         return dist.get_global_rank(self.group, at)
 
     def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A stage's inputs on its device; their gradients lie in memory as they are received."""
-        here = tuple(t.to(self.mesh.device).view_as(t) for t in inputs)
-        for tensor in here:
-            if tensor.requires_grad:
-                tensor.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
-        return here
+        """A stage's inputs on its device."""
+        here = self.mesh.device
+        return tuple(Moved.apply(t, here) for t in inputs)  # type: ignore[no-untyped-call]
 
     def _leaving(self, index: int, stage: nn.Module, inputs: object, output: Any) -> Any:
         """A stage's outputs as they are sent."""
@@ -179,7 +190,7 @@ class Pipeline:
                     f"stage return a tensor, or a tuple of tensors."
                 )
         there = self.mesh.device if index == self.number - 1 else self._between
-        parts = [part.to(there).contiguous() for part in parts]
+        parts = [Moved.apply(part, there) for part in parts]  # type: ignore[no-untyped-call]
         if isinstance(output, torch.Tensor):
             return parts[0]
         return parts if isinstance(output, list) else tuple(parts)
