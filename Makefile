@@ -6,6 +6,8 @@
 #                MINUTES=0 for all
 #   make fuzz    gives each decoder any bytes, led by atheris; FUZZ=-runs=5000000 for longer
 #   make mutants removes each security check in turn: a test must miss it; plants faults: a seed must find each
+#   make matrix  the fast tests on other releases of torch and Python, before an issue is closed; see
+#                docs/versions.md. TORCH="2.15.0" for one; FOLDER=... for environments elsewhere
 #   make site    the pages as a site, in build/site
 #   make lock    what fedtrain is tested with, by digest, and its bill of materials
 #   make bundle  build/bundle: every wheel by digest, for machines without a network
@@ -24,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes start in the tests, and would compile our modules each for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test soak fuzz bench mutants site lock bundle advisories release check clean
+.PHONY: demo test soak fuzz bench mutants matrix site lock bundle advisories release check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -61,6 +63,10 @@ bench: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.security.mutants
 	$(BIN)/python -m tests.vsim.mutants
+
+FOLDER ?= build/matrix
+matrix:
+	$(PYTHON) tests/matrix.py --folder $(FOLDER) $(TORCH)
 
 site: $(INSTALLED)
 	$(BIN)/python -m mkdocs build

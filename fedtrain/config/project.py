@@ -105,6 +105,11 @@ def load(name: str, files: Mapping[str, SourceFile]) -> ModuleType:
         sys.meta_path.remove(SourceOnly)
 
 
+def is_of_project(thing: Any) -> bool:
+    """Whether a class or function is of a module that `load` loaded."""
+    return isinstance(getattr(sys.modules.get(thing.__module__), "__loader__", None), SourceOnly)
+
+
 def load_only(root: Path, approved: dict[str, str] | None) -> None:
     """From here on load no file of the project `root` but with its SHA-256 here; None: each is loaded."""
     _approved[root.resolve()] = approved

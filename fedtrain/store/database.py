@@ -235,7 +235,7 @@ class Database:
             unshare(f"{self.path}{end}")
         with explained(self.path):  # made here, it is for nobody else; SQLite's other files are as it is
             os.close(private(self.path, os.O_RDWR | os.O_CREAT))
-        self._db, self._known = sqlite3.connect(self.path, wait_s, isolation_level=None), frozenset()
+        self._db, self._known = sqlite3.connect(self.path, timeout=wait_s, isolation_level=None), frozenset()
         self._db.execute("PRAGMA synchronous=OFF")  # the redo log has what must not be lost
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
@@ -248,7 +248,7 @@ class Database:
         log = self.path.with_name(f"{self.path.name}-wal")
         if not (os.access(self.path.parent, os.W_OK) or (log.exists() and log.stat().st_size)):
             uri += "&immutable=1"
-        self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
+        self._db = sqlite3.connect(uri, timeout=ALONE_S, uri=True, isolation_level=None)
 
     def _replace(self, logged: Recovered) -> None:
         """Have these rows in the place of those that are here."""

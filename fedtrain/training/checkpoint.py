@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..config import Config
 from ..config.values import changes
 from ..errors import StoreError, Unreadable
 from .checkpoint_plans import PlanFailed, everyone_of, first_of, read, write
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
+from .compat import foreach_copy_, tree_flatten, tree_leaves, tree_unflatten
 from .manifest import WITHOUT_RUN, Manifest, check, newest, read_manifest, verify
 from .places import place_of
 
@@ -266,7 +266,7 @@ class Stager(DefaultStager):
         # Not is_available(): a GPU that is here and not used needs no pinned memory.
         self._cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
         super().__init__(StagingOptions(self._cuda, False, False, self._cuda))
-        self._shape: TreeSpec | None = None
+        self._shape: Any = None
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class Stager(DefaultStager):
             self._shape = shape
             self._kept = [leaf for leaf in tree_leaves(staged) if isinstance(leaf, torch.Tensor)]
             return staged
-        torch._foreach_copy_([*map(_local, self._kept)], [*map(_local, tensors)], self._cuda)
+        foreach_copy_([*map(_local, self._kept)], [*map(_local, tensors)], self._cuda)
         if self._cuda:
             torch.cuda.synchronize()
         kept = iter(self._kept)

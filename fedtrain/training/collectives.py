@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..errors import WireError
+from .compat import replace_name
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -47,26 +47,10 @@ def firsts(value: T, kind: Any, group: Group = None, device: torch.device | None
     return found
 
 
-def send(value: Any, to: int, group: Group, device: torch.device) -> None:
-    """To one rank, which calls `receive`. `to`: its rank among all."""
-    frame = _frame(value, device)
-    dist.send(torch.tensor([len(frame)], device=device), to, group=group)
-    dist.send(frame, to, group=group)
-
-
-def receive(kind: Any, source: int, group: Group, device: torch.device) -> Any:
-    box = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(box, source, group=group)
-    frame = torch.empty(_allowed(int(box), source), dtype=torch.uint8, device=device)
-    dist.recv(frame, source, group=group)
-    return _value(frame, kind, source)
-
-
 def refuse_pickles() -> None:
     """From here on no collective of objects, whoever calls it, loads anything in this process."""
-    for name in ("_tensor_to_object", "_object_to_tensor"):
-        assert hasattr(distributed_c10d, name), f"torch has no {name}"
-        setattr(distributed_c10d, name, _refused)
+    for name in ("tensor_to_object", "object_to_tensor"):
+        replace_name(name, _refused)
 
 
 def _refused(*_: object) -> NoReturn:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .compat import TorchDispatchMode, storage_address, tree_flatten, tree_unflatten, version_of
 
 LARGE = 1 << 16  # bytes: smaller tensors are made at once
 
@@ -52,7 +52,7 @@ class NotedOperation:
     random: tuple[torch.Generator, torch.Tensor] | None  # what it draws from, and the state before
 
     def check(self) -> None:
-        if any(tensor._version != version for tensor, version in self.versions):
+        if any(version_of(tensor) != version for tensor, version in self.versions):
             raise ModelChanged("model() changed a tensor that it had copied before")
 
     def run(self, made: dict[int, torch.UntypedStorage]) -> None:
@@ -103,7 +103,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Of a tensor that is not made yet; None of others."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        number = tensor.untyped_storage()._cdata
+        number = storage_address(tensor.untyped_storage())
         if number not in self._writers:
             return None
         return Unmade(
@@ -143,7 +143,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for storage in writes:
                 self._writers[storage].append(len(self._log))
             drawn = self._draw(func, given, shape, alone=len(places) == len(written) and not tensors)
-            versions = [(tensor, tensor._version) for tensor in tensors]
+            versions = [(tensor, version_of(tensor)) for tensor in tensors]
             reads = {place.storage for place in places}
             self._log.append(NotedOperation(func, given, shape, reads, made, versions, drawn))
         return described
@@ -156,7 +156,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _new(self, result: torch.Tensor) -> Unmade | None:
         """The place of a result that is no part of a storage that is known."""
-        storage = result.untyped_storage()._cdata
+        storage = storage_address(result.untyped_storage())
         if storage in self._writers:
             return None
         self._described.append(result)

@@ -18,8 +18,6 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arena import Arena
 from ..config import TrainConfig
@@ -28,6 +26,7 @@ from ..keystream import Keystream
 from ..learning import Context, Correct
 from ..messages import SiteId, Update
 from .batches import Batch, cut, examples_in
+from .compat import BatchNorm, tree_leaves, tree_map
 from .engine import Step, Steps
 from .examples import Examples, Items, Stream, Tensors, examples_of, spans
 from .local import Engine
@@ -66,7 +65,7 @@ class PrivateEngine(Engine):
         super().__init__(task, config, run_seed, correct, rounds)
         self._clip, self._multiplier, self._streams = clip, noise_multiplier, streams
         for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 raise ConfigError(
                     f'privacy.unit: "example", but {name} is a {type(module).__name__}, in which examples '
                     f"of a batch change each other's results. Use GroupNorm or LayerNorm."

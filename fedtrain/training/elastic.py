@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FedtrainError, story_of
+from .compat import default_store
 from .rank_log import RankLog, main_thread_stands, tell_torchrun
 
 EVERY_S = 0.25  # seconds between two exchanges in which ranks learn whether one of them got SIGTERM
@@ -209,7 +210,7 @@ def failed_first() -> bool:
 
     def ask() -> None:
         try:
-            failed.append(dist.distributed_c10d._get_default_store().add("failed", 1))
+            failed.append(default_store().add("failed", 1))
         except RuntimeError:  # the store's process has ended
             failed.append(2)
 

@@ -20,6 +20,7 @@ from ..errors import TaskError
 from ..learning import Context, Correct
 from ..messages import Metrics, SiteId, add_metrics
 from .batches import Batch, move
+from .compat import foreach_mul_
 from .devices import seed_all, set_arithmetic
 from .examples import Examples, Stream, examples_of
 from .optimizers import Coordinates, Factor, Optimizer, schedule
@@ -230,7 +231,7 @@ def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for gradient in gradients:
         alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
     for (dtype, device), some in alike.items():
-        torch._foreach_mul_(some, factor.to(device, dtype))
+        foreach_mul_(some, factor.to(device, dtype))
 
 
 def sum_of(numbers: Sequence[Number]) -> Number:

@@ -7,6 +7,7 @@ its own order.
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,8 @@ from torch.utils.data import (
 )
 
 from ..config import TrainConfig
-from ..errors import TaskError
+from ..config.project import is_of_project
+from ..errors import TaskError, some
 from .batches import (
     Batch,
     examples_in,
@@ -126,6 +128,8 @@ class Stream:
     def __init__(self, source: Iterable[Any], collate: Collate | None = None) -> None:
         self.source, self.collate = source, collate or collated
         self.count = 0  # examples seen in the first pass
+        if isinstance(source, DataLoader) and source.num_workers:
+            start_by_fork(source)
 
     @property
     def batches_in_pass(self) -> int | None:
@@ -148,6 +152,21 @@ class Stream:
             if counting:
                 self.count += examples_in(batch)
             yield batch
+
+
+def start_by_fork(loader: DataLoader[Any]) -> None:
+    """Have the worker processes of a DataLoader start by fork, which is not Python 3.14's default, where the
+    task says nothing else. TaskError where they start in another way and a worker would import a module of
+    the task: it would not have the bytes that this process loaded and the site approved."""
+    if loader.multiprocessing_context is None and multiprocessing.get_start_method(True) != "spawn":
+        loader.multiprocessing_context = "fork"
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    used = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
+    if method != "fork" and (own := {each.__module__ for each in used if each and is_of_project(each)}):
+        raise TaskError(
+            f"data() gives a DataLoader whose workers start by {method}, and such a worker would import "
+            f"{some([*own])} anew. Leave out multiprocessing_context: its workers then start by fork."
+        )
 
 
 Examples = Tensors | Items | Stream

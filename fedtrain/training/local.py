@@ -22,6 +22,7 @@ from ..messages import Metrics, SiteId, Update
 from ..schema import Schema, unique_tensors
 from .batches import Batch, examples_in
 from .building import build_model
+from .compat import version_of
 from .devices import device_of
 from .engine import FROZEN_CHANGED, Step, Steps, Trainable, checksum, groups, weighs_items
 from .examples import Examples, examples_of, in_groups
@@ -213,7 +214,7 @@ class Engine(Trainable):
         self._lend()
         for gradient in self.gradients:
             gradient.zero_()
-        before = [piece._version for piece in self._lent.values()]
+        before = [version_of(piece) for piece in self._lent.values()]
         losses, weights = [], []
         for batch in map(self.here, group):  # one after the other: a device holds one of them at a time
             with self._autocast:
@@ -246,7 +247,7 @@ class Engine(Trainable):
     def _note_unreached(self, before: list[int]) -> None:
         """Find the parameters that backward() did not reach. `before`: the versions of all pieces."""
         pieces = zip(self._lent.items(), before, strict=True)
-        self._unreached = [p for (p, t), old in pieces if t._version == old and p.grad is t]
+        self._unreached = [p for (p, t), old in pieces if version_of(t) == old and p.grad is t]
         found: list[Coordinates] = []
         for p in self._unreached:
             p.grad, piece = None, self._lent[p]

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..malloc import large_pages
+from .compat import backend_in, backend_timeout, device_types, flatten_mesh
 from .devices import backend_of, device_of_rank
 from .elastic import Left
 
@@ -92,7 +93,7 @@ class Mesh:
             self._whole = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
             self.at |= zip(AXES, self._whole.get_coordinate() or (), strict=True)
             everyone = backends_of(dist.group.WORLD)
-            self.limit(min(each.options._timeout.total_seconds() for each in everyone))
+            self.limit(min(backend_timeout(each.options).total_seconds() for each in everyone))
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along some axes, through this rank."""
@@ -111,8 +112,8 @@ class Mesh:
         if self._whole is None:
             return
         groups = {dist.group.WORLD, *(mesh.get_group() for mesh in self._flats.values())}
-        for group in groups | {self[axis].get_group() for axis in AXES}:
-            limit(group, seconds)
+        for group in filter(None, groups | {self[axis].get_group() for axis in AXES}):
+            group.set_timeout(timedelta(seconds=seconds))
 
     # --- data
 
@@ -152,8 +153,8 @@ class Mesh:
         """Some axes as one, in the mesh's own order."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self._flats:
-            self._flats[axes] = self[axes[0]] if len(axes) == 1 else self[axes]._flatten()
-            limit(self._flats[axes].get_group(), self._limit_s)
+            self._flats[axes] = self[axes[0]] if len(axes) == 1 else flatten_mesh(self[axes])
+            self._flats[axes].get_group().set_timeout(timedelta(seconds=self._limit_s))
         return self._flats[axes]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -190,12 +191,7 @@ class Mesh:
 
 def backends_of(group: dist.ProcessGroup | None) -> list[Any]:
     """Of each kind of device that it works with."""
-    return [group._get_backend(device) for device in group._device_types] if group is not None else []
-
-
-def limit(group: dist.ProcessGroup | None, seconds: float) -> None:
-    for backend in backends_of(group):
-        backend._set_default_timeout(timedelta(seconds=seconds))
+    return [backend_in(group, device) for device in device_types(group)] if group is not None else []
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

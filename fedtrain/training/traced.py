@@ -13,10 +13,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from ..errors import TaskError
+from .compat import TorchDispatchMode, tree_map
 from .devices import generator_states
 
 aten = torch.ops.aten

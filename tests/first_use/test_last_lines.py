@@ -208,7 +208,7 @@ PARTS = [
      "round(): NameError: name 'LocalStep' is not defined. (my.py:6)"),
     ("gossip", "gossip.topology", "from fedtrain.topology import Graph as Base",
      "    def out(self, members, t, draw):\n        return [[nxt] for i in range(len(members))]",
-     "my.py: NameError: name 'nxt' is not defined. (my.py:6)"),
+     "NameError: name 'nxt' is not defined. (my.py:6)"),
     ("gossip", "gossip.topology", "from fedtrain.topology import Graph as Base",
      "    def out(self, members, t, draw):\n        pass", "my.py:5, in out: returned None"),
 ]  # fmt: skip

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ... import Task
 from ...errors import ConfigError, writing
+from ...training.compat import tree_leaves, tree_map
 
 Model = Callable[..., Any]
 Save = Callable[[torch.export.ExportedProgram, dict[str, Any], Path], Model]

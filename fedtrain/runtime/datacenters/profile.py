@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.profiler import profile, schedule
 
+from ...training.compat import dump_snapshot, record_memory_history
 from ...training.mesh import Mesh
 
 ALLOCATIONS = 100_000  # the newest, and frees, that a snapshot has
@@ -32,7 +32,7 @@ class Profile:
     def __enter__(self) -> Profile:
         self._profiler.start()
         if self._gpu:  # of all steps, for what has the memory was mostly taken by the first
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+            record_memory_history(max_entries=ALLOCATIONS)
         return self
 
     def __exit__(
@@ -51,5 +51,5 @@ class Profile:
             snapshot = self.file.with_name(
                 self.file.name.replace("rank", "memory").replace("json.gz", "pickle")
             )
-            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]  # torch's
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_snapshot(str(snapshot))
+            record_memory_history(enabled=None)

@@ -14,22 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...errors import TaskError
 from ..batches import Batch, rebuilt
+from ..compat import all_gather, native_multi_head_attention, transformer_encoder_layer_fwd
 from ..devices import generator_states, generators_kept
 from ..mesh import Mesh
 from .plan import Plan
 from .sharded import local
-
-# torch.distributed.nn.functional.all_gather has wrong gradients here; the name is new in torch 2.13.
-all_gather = (
-    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-)
-
 
 ARGUMENTS = {
     F.dropout: ("input", "p", "training"),
@@ -38,8 +32,8 @@ ARGUMENTS = {
 }
 WHOLE = {
     F.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
+    native_multi_head_attention,
+    transformer_encoder_layer_fwd,
 }
 INSTEAD = "Write attention with F.scaled_dot_product_attention, or leave out cp"
 LABELLED = ("input", "target", "weight", "size_average", "ignore_index")  # arguments of losses

@@ -26,6 +26,7 @@ from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
 from ..building import build_model
 from ..collectives import everyones
+from ..compat import ddp_times, foreach_mul_, foreach_norm
 from ..engine import Number, Step, Steps, Trainable, multiply, sum_of
 from ..examples import examples_of
 from ..mesh import Mesh
@@ -237,7 +238,7 @@ class MeshEngine(Trainable, ShardedModel):
         if isinstance(factor, torch.Tensor):
             multiply(self.gradients, factor)
         elif factor != 1.0 and self.gradients:
-            torch._foreach_mul_(self.gradients, factor)
+            foreach_mul_(self.gradients, factor)
 
     def norm(self) -> torch.Tensor:
         """The same on every rank of the island: so all agree whether it is finite. Without shards every rank
@@ -358,7 +359,7 @@ class MeshEngine(Trainable, ShardedModel):
         root = self._roots[0]
         if not isinstance(root, DistributedDataParallel):
             return None
-        told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
+        told: dict[str, Any] = ddp_times(root)
         sent, beside = (told.get(f"avg_backward_{k}_time", 0) for k in ("comm", "compute_comm_overlap"))
         return max(0, int(sent) - int(beside)) / 1e9
 
@@ -418,7 +419,7 @@ class MeshEngine(Trainable, ShardedModel):
 
 def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """L2, of all together, as a float64 on the device; in few kernels, for each step takes it."""
-    return torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64).square().sum().sqrt()
+    return torch.stack(foreach_norm(gradients)).to(device, torch.float64).square().sum().sqrt()
 
 
 def mean_and_unread(loss: Any, batch: Batch) -> tuple[torch.Tensor, Number]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.parallel.style import SequenceParallel
 
 from ...errors import ConfigError
+from ..compat import all_to_all
 from ..task import Task
 from .plan import Plan
 
@@ -120,7 +120,8 @@ class Fused(Columns):
 
         def deal(_: nn.Module, inputs: object, out: torch.Tensor) -> torch.Tensor:
             rows = out.movedim(-1, 0).index_select(0, order.to(out.device))
-            return collectives.all_to_all_single_autograd(rows, received, sent, group).movedim(0, -1)
+            dealt: torch.Tensor = all_to_all(rows, received, sent, group)
+            return dealt.movedim(0, -1)
 
         super()._apply(module, device_mesh).register_forward_hook(deal)
         return module

@@ -67,9 +67,11 @@ class ModelCalled(BaseException):
 
 class StandIn(Outside):
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if named:
+        others = {type(each).__name__ for each in inputs if not isinstance(each, torch.Tensor)}
+        if named or others:
             raise TaskError(
-                f"in a pipeline the model is called with positional tensors, not {', '.join(sorted(named))}="
+                "in a pipeline the model is called with positional tensors, not with "
+                f"{', '.join(sorted(others | {f'{name}=' for name in named}))}"
             )
         raise ModelCalled(inputs)
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
+from torch.func import functional_call
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
 from ..batches import Batch, cut, examples_in, tensors_in
-from ..collectives import everyones, receive, send
-from ..mesh import Mesh
+from ..collectives import everyones
+from ..compat import silent
+from ..mesh import Mesh, is_dtensor
 from .outside import Call, Replay, inputs_of
 from .plan import Plan
 
@@ -29,10 +30,33 @@ SCHEDULES: dict[str, Any] = {
     "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
-FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # what an evaluation does of a schedule
-# (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
-# twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
+# (what loss() returned, its batch, where that begins in the whole) -> what backward starts from
 Measured = Callable[[Any, Batch, int], torch.Tensor]
+
+
+class Activation(NamedTuple):
+    """What passes from one stage to the next, without its numbers; it lies contiguous in memory."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+
+class Moved(torch.autograd.Function):
+    """A tensor on another device. It lies contiguous there, and its gradient where the tensor came from: so
+    both are sent as stages expect them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.device = tensor.device
+        return tensor.to(device).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.device).contiguous(), None
 
 
 class Pipeline:
@@ -49,33 +73,42 @@ class Pipeline:
         self.group = mesh["pp"].get_group()
         self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
+        # Gloo sends and receives what lies in memory, and nothing of a GPU.
+        gloo = dist.get_backend(self.group) == "gloo"
+        self._between = torch.device("cpu") if gloo else mesh.device  # where activations travel
         self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._evaluated: dict[tuple[Any, ...], list[list[Activation]]] = {}  # see _run; by shapes of batches
         self._present: tuple[Batch, Measured] | None = None
+        for index, module in stages.items():
+            if index > 0:
+                module.register_forward_pre_hook(self._arriving)
+            module.register_forward_hook(partial(self._leaving, index))
 
     def train(self, batch: Batch, measured: Measured) -> None:
         """Forward and backward of a batch in microbatches; `measured` is called for each at the last."""
         count = self.config.microbatches or 2 * self.mesh.sizes.pp
-        self._present = batch, measured
-        schedule = self._schedule(batch, count, training=True)
+        inputs = inputs_of(self.loss, batch, self.has) if self.first else ()
+        schedule = self._schedule(batch, inputs, count)
         given: dict[str, Any] = {"return_outputs": False}
         if self.last:
             given["target"] = torch.arange(examples_in(batch))
-        schedule.step(*(inputs_of(self.loss, batch, self.has) if self.first else ()), **given)
+        self._present = batch, measured
+        schedule.step(*inputs, **given)
         self._present = None
 
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
-        schedule, n = self._schedule(batch, 1, training=False), examples_in(batch)
         inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
+        passed = self._evaluated.setdefault(shapes_of(batch), [])
         if not self.traced:
-            output = schedule.eval(*inputs)
+            output = self._run(inputs, passed)
         else:
-            starts = range(0, n, self.traced)
-            parts = [schedule.eval(*(exactly(t, start, self.traced) for t in inputs)) for start in starts]
+            n, size = examples_in(batch), self.traced
+            parts = [self._run([exactly(t, at, size) for t in inputs], passed) for at in range(0, n, size)]
             output = joined(parts, n) if self.last else None
         return call(Replay(output, self.has, training=False), batch) if self.last else None
 
-    def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
+    def _schedule(self, batch: Batch, inputs: tuple[Any, ...], count: int) -> Any:
         n = examples_in(batch)
         if n % count:
             raise TaskError(
@@ -83,26 +116,84 @@ class Pipeline:
                 f"Set parallel.microbatches to a divisor, or train.batch_size to a multiple of it times the "
                 f"data-parallel ranks and drop_last = true (where data() gives a DataLoader, its own)."
             )
-        if training and self.traced not in (0, n // count):
+        if self.traced not in (0, n // count):
             raise TaskError(
                 f"the model was traced for microbatches of {self.traced} examples, and here they have "
                 f"{n // count}. Set drop_last = true, or cut the model by the stage() of a parallel_plan()."
             )
-        key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
-        if key not in self._schedules:
+        if (key := (count, *shapes_of(batch))) not in self._schedules:
+            passed: list[list[Activation]] = []
+            cuda = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+            with torch.random.fork_rng(cuda), torch.enable_grad():
+                self._run([t.tensor_split(count)[0] for t in inputs], passed)
+            ends = [tuple(each.empty("meta") for each in activations) for activations in passed]
+            stage_of = partial(
+                pipelining.PipelineStage, num_stages=self.number, device=self._between, group=self.group
+            )
             stages: list[Any] = [
-                TypedStage(module, index, self.number, self.mesh.device, group=self.group)
+                silent(stage_of(module, index, input_args=ends[index], output_args=ends[index + 1]))
                 for index, module in self.stages.items()
             ]
-            several = len(stages) > 1
-            kind = SCHEDULES[self.config.schedule if training or several else "gpipe"]
-            loss = self._loss if training else None
-            made = kind(stages if several else stages[0], count, loss, scale_grads=False)
-            if several and not training:  # torch would step backward too, which fails in a V
-                order = made.pipeline_order_with_comms
-                order[made.rank] = [a for a in order[made.rank] if a.computation_type.value in FORWARD]
-            self._schedules[key] = made
+            kind = SCHEDULES[self.config.schedule]
+            several = stages if len(stages) > 1 else stages[0]
+            self._schedules[key] = kind(several, count, self._loss, scale_grads=False)
         return self._schedules[key]
+
+    def _run(self, inputs: Sequence[torch.Tensor], passed: list[list[Activation]]) -> Any:
+        """The output of the last stage, where this rank has it, for the inputs of the first, of one stage
+        after the other. `passed`: what goes into each stage, and what leaves the last, as an earlier run of
+        tensors of these shapes has noted it; an empty list is filled, on all ranks."""
+        new, output = not passed, tuple(inputs)
+        if new:
+            passed.append(self._agreed(output))
+        for index in range(self.number):
+            stage = self.stages.get(index)
+            if stage is not None:
+                if index > 0 and index - 1 not in self.stages:
+                    output = tuple(each.empty(self._between) for each in passed[index])
+                    for tensor in output:
+                        dist.recv(tensor.detach(), self._rank_of(index - 1), self.group)
+                # A trial that is not a step leaves buffers as they are.
+                kept = dict(stage.named_buffers()) if torch.is_grad_enabled() else {}
+                found = functional_call(stage, {name: t.clone() for name, t in kept.items()}, output)
+                output = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            if new:
+                passed.append(self._agreed(output if stage is not None else ()))
+            if stage is not None and index + 1 < self.number and index + 1 not in self.stages:
+                for tensor in output:
+                    dist.send(tensor.detach(), self._rank_of(index + 1), self.group)
+        return found if self.last else None
+
+    def _agreed(self, mine: tuple[torch.Tensor, ...]) -> list[Activation]:
+        """What the one rank has that has any, on all ranks."""
+        noted = [Activation([*t.shape], t.dtype, t.requires_grad) for t in mine]
+        return max(everyones(noted, list[Activation], self.group, self._between), key=len)
+
+    def _rank_of(self, stage: int) -> int:
+        """Among all ranks, the one that has this stage and is in the same pipeline."""
+        turned = self.config.schedule == "zbv" and stage >= self.config.pp
+        at = (self.number - 1 - stage if turned else stage) % self.config.pp
+        return dist.get_global_rank(self.group, at)
+
+    def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A stage's inputs on its device."""
+        here = self.mesh.device
+        return tuple(Moved.apply(t, here) for t in inputs)  # type: ignore[no-untyped-call]
+
+    def _leaving(self, index: int, stage: nn.Module, inputs: object, output: Any) -> Any:
+        """A stage's outputs as they are sent."""
+        parts = [*output] if isinstance(output, tuple | list) else [output]
+        for part in parts:
+            if not isinstance(part, torch.Tensor) or is_dtensor(part):
+                raise TaskError(
+                    f"parallel.pp: stage {index} returns a {type(part).__name__}. Let the forward() of a "
+                    f"stage return a tensor, or a tuple of tensors."
+                )
+        there = self.mesh.device if index == self.number - 1 else self._between
+        parts = [Moved.apply(part, there) for part in parts]  # type: ignore[no-untyped-call]
+        if isinstance(output, torch.Tensor):
+            return parts[0]
+        return parts if isinstance(output, list) else tuple(parts)
 
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
         assert self._present is not None, "only within train()"
@@ -123,6 +214,11 @@ def joined(outputs: list[Any], count: int) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs)[:count]
     return tuple(joined([*each], count) for each in zip(*outputs, strict=True))
+
+
+def shapes_of(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    """Of every tensor in a batch."""
+    return tuple(tuple(t.shape) for t in tensors_in(batch))
 
 
 # --- A model, in stages
@@ -202,99 +298,3 @@ def even_cuts(weights: list[int], parts: int) -> list[int]:
             cuts.append(at)
         seen += weight
     return [*cuts, len(weights)]
-
-
-def _rehearsed(infer: Any) -> Any:
-    """torch learns shapes from a run on memory as it finds it: buffers and draws stay as they were."""
-
-    def rehearse(stage: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(module._buffers, dict(module._buffers)) for module in stage.submod.modules()]
-        for buffers, kept in before:
-            buffers.update({name: t if t is None else t.clone() for name, t in kept.items()})
-        with torch.random.fork_rng([stage.device] if stage.device.type == "cuda" else []):
-            found = infer(stage, *args, **kwargs)
-        for buffers, kept in before:
-            buffers.update(kept)
-        return found
-
-    return rehearse
-
-
-class TypedStage(pipelining.PipelineStage):
-    """What passes from one stage to the next is described in the first step, by types (collectives.py).
-
-    Gloo sends and receives what lies in memory, and nothing of a GPU: there, tensors pass through memory.
-    """
-
-    _forward_metadata_inference = _rehearsed(pipelining.PipelineStage._forward_metadata_inference)
-    _backward_metadata_inference = _rehearsed(pipelining.PipelineStage._backward_metadata_inference)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.group is not None, "a stage is told its group"
-        gloo = self.group._get_backend(self.device).name() == "gloo"
-        self._through_memory = gloo and self.device.type != "cpu"
-        self._coming: dict[int, torch.Tensor] = {}  # by the id of the tensor on the GPU that it is for
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._from_memory(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._from_memory(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _from_memory(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        for op in ops if self._through_memory else ():
-            op.tensor = op.tensor.detach().cpu()
-        return ops
-
-    def _get_recv_ops(self, recv_infos: Any) -> list[dist.P2POp]:
-        ops: list[dist.P2POp] = super()._get_recv_ops(recv_infos)
-        for op in ops if self._through_memory else ():
-            self._coming[id(op.tensor)] = host = torch.empty_like(op.tensor, device="cpu")
-            op.tensor = host
-        return ops
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        self._arrived(self.args_recv_info[fwd_chunk_id])
-        return super()._retrieve_recv_activations(fwd_chunk_id)
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        self._arrived(self.grad_recv_info[bwd_chunk_id])
-        return super()._retrieve_recv_grads(bwd_chunk_id)
-
-    @torch.no_grad()
-    def _arrived(self, recv_infos: Sequence[Any]) -> None:
-        """What was received is where torch looks for it."""
-        for info in recv_infos:
-            if (host := self._coming.pop(id(info.buffer), None)) is not None:
-                info.buffer.copy_(host)
-
-    @contextmanager
-    def _telling(self) -> Iterator[torch.device]:
-        """Within it torch's own messages to other stages, which are not the model's, lie on this device."""
-        device = self.device
-        self.device = torch.device("cpu") if self._through_memory else device
-        try:
-            yield self.device
-        finally:
-            self.device = device
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._telling():
-            return super()._warmup_forward_vote(*args, **kwargs)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._telling():
-            return super()._warmup_backward_result(*args, **kwargs)
-
-    def _send_meta(self, meta: _StageForwardMeta | _StageBackwardMeta, dst_stage: int) -> None:
-        forward = isinstance(meta, _StageForwardMeta)
-        said = forward, meta.forward_metas if isinstance(meta, _StageForwardMeta) else meta.backward_metas
-        with self._telling() as device:
-            send(said, self._resolve_peer_global_rank(dst_stage), self.group, device)
-
-    def _recv_meta(self, src_stage: int) -> _StageForwardMeta | _StageBackwardMeta:
-        source, kind = self._resolve_peer_global_rank(src_stage), tuple[bool, list[_TensorMeta | None]]
-        with self._telling() as device:
-            forward, metas = receive(kind, source, self.group, device)
-        return _StageForwardMeta((*metas,)) if forward else _StageBackwardMeta((*metas,))

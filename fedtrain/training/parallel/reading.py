@@ -173,6 +173,7 @@ def read(
         shares, batch_size=None, sampler=asked, collate_fn=as_it_is, num_workers=processes,
         prefetch_factor=AHEAD if processes else None,
         pin_memory=device.type == "cuda" and processes > 0,  # what this process reads may be on the GPU
+        multiprocessing_context="fork" if processes else None,  # Python 3.14's default is another
     )  # fmt: skip
     with Draws(0):  # the seed of its processes, which set their own for each example
         batches = iter(loader)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError, some
+from .. import compat
 from ..batches import Batch
 from ..mesh import Mesh, is_dtensor
 from ..precision import NARROW
@@ -55,7 +56,6 @@ def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Me
     """Tensor parallel, and sequence parallel, as the plan says."""
     if mesh.sizes.tp == 1:
         return
-    from torch.distributed.tensor import _random as random
     from torch.distributed.tensor.parallel import parallelize_module
 
     styles = plan.sequence if config.sp else plan.tensor
@@ -67,7 +67,7 @@ def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Me
             f"see docs/datacenter.md."
         )
     if mesh.device.type == "cuda":  # else the first dropout would broadcast over all ranks, stages and all
-        random.manual_seed(torch.initial_seed(), mesh["tp"])
+        compat.seed_sharded_draws(torch.initial_seed(), mesh["tp"])
     shared = _shared(model)
     # A fresh style for each use is not needed; a fresh dict is, parallelize_module pops from it.
     parallelize_module(model, mesh["tp"], dict(styles))
@@ -224,12 +224,10 @@ def data_parallel(
     if not axes:
         return root
     if mesh.sizes.tp > 1 or mesh.sizes.pp > 1:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
-
         flat = mesh.flat(axes)
         for unit in units:
-            replicate(unit, mesh=flat)
-        replicate(root, mesh=flat)  # in place, as fully_shard
+            compat.replicate(unit, mesh=flat)
+        compat.replicate(root, mesh=flat)  # in place, as fully_shard
         with_unused(root)
         return root
     from torch.nn.parallel import DistributedDataParallel
@@ -252,7 +250,6 @@ def data_parallel(
 def _sharded(
     root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
 ) -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shards = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh.sizes, axis) > 1)
@@ -266,7 +263,7 @@ def _sharded(
         )
     flat = mesh.flat(shards)
     if copies:
-        flat = DeviceMesh._concatenate([mesh["dp_replicate"], flat])
+        flat = compat.concatenate_meshes([mesh["dp_replicate"], flat])
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=NARROW[precision], reduce_dtype=torch.float32)
@@ -287,7 +284,7 @@ def _sharded(
 def with_unused(root: nn.Module) -> None:
     """Have ranks exchange gradients of the same parameters in each step, whichever their losses asked for."""
     if is_fsdp(root):
-        root.set_reduce_scatter_unused_params(True)
+        compat.reduce_unused(root)
 
 
 class ReachedParameters:
