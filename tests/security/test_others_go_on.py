@@ -24,9 +24,11 @@ from fedtrain.runtime.auditing import root_of, verify
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.approval import key_in
+from fedtrain.runtime.sites.models import FILE
 from fedtrain.runtime.star import aggregator, mutual, restored
 from fedtrain.runtime.star.secure_terms import hash_of
 from fedtrain.store import Checkpoint, RoundPlan, RunStore
+from fedtrain.transport.endpoints import RemoteCohort
 from fedtrain.transport.memory import LocalCohort
 from tests.allowed import allowed
 from tests.federation import aggregator as star
@@ -228,8 +230,7 @@ def test_d1_statistics_are_of_the_sites_that_accept_each_other(world):
 @pytest.mark.slow(6)
 def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_have(world):
     """Two of five refuse for good: the quorum of five would be four."""
-    # Round 1 may be over the two and one other site: with checksums too few sites would have checked it.
-    run = world(*FIVE, strategy={"min_sites": 3}, secagg={"verify": False})
+    run = world(*FIVE, strategy={"min_sites": 3})
     for name in "de":
         run.policy(name, rounds=1)
     refused = lambda: {e["site"] for e in run["aggregator"].of("update_refused")}
@@ -243,6 +244,34 @@ def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_
     assert run["aggregator"].of("round_committed")[-1]["sites"] == 3
     assert not run["aggregator"].of("round_failed")
     assert refused() == {*"de"}
+
+
+@pytest.mark.slow(6)
+def test_one_site_that_checked_the_model_is_enough_for_a_sum_with_two_others(world, monkeypatch):
+    """The other sites of the last sum left for good; before, the run ended."""
+    members = RemoteCohort.members
+    all_of = lambda cohort, need: members(cohort, need and 5)
+    monkeypatch.setattr(RemoteCohort, "members", all_of)
+    run = world(*FIVE, strategy={"min_sites": 3})
+    told = run["aggregator"]
+
+    async def story() -> None:
+        run.start("aggregator", *FIVE)
+        await told.committed(2)
+        await run.end("aggregator", *FIVE)
+        for name in "bcde":  # as of sites that were not in the last sum
+            (run.config.site_dir(name) / FILE).unlink()
+        told.clear()
+        run.start("aggregator", *FIVE)
+        await told.committed(4)
+
+    run.go(story)
+    assert not told.of("round_failed")
+    inside = [e["sites"] for e in told.of("round_committed")]
+    assert inside[0] == 3, "the site that checked the model, and two others"
+    assert inside[-1] == 5, "these three have checked the next one"
+    (said,) = {e["reason"] for e in told.of("update_refused") if e["site"] == "b"}
+    assert "1 of 5 sites checked the sum that this model was made of: 2 must" in said
 
 
 def brute(sites, pairs, worth):
