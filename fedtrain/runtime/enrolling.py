@@ -183,6 +183,11 @@ async def join(certs_dir: Path, address: str, code: Code, tell: Callable[[str], 
         except JoinRefused:
             raise
         except ConnectError as e:
+            if "not a valid frame" in str(e):  # as an authority of version 1 says of a Commit
+                raise JoinRefused(
+                    f"the authority has an older fedtrain, which can't read what this one says ({e}). "
+                    f"Install the same fedtrain at both, and run there: fedtrain certs invite {code.guest}"
+                ) from e
             if str(e) != told:
                 tell(f"waiting: {e}")
                 told = str(e)

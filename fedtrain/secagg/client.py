@@ -310,9 +310,9 @@ def check_terms(site: Client, asked: Advertisement, sid: bytes) -> None:
 
 
 def check_checked(roster: KeyRoster) -> None:
-    """SecAggError unless more than a third of the sites checked the sum that the session's model was made of.
-    All signed what they say, and the hash of that model with it."""
-    checked, least = sum(keys.checked for keys in roster.keys.values()), len(roster.sites) // 3 + 1
+    """SecAggError unless a third of the sites checked the sum that the session's model was made of: so one
+    that is honest did, where fewer than a third lie. All signed what they say, and the hash of that model."""
+    checked, least = sum(keys.checked for keys in roster.keys.values()), -(-len(roster.sites) // 3)
     if checked < least:
         raise SecAggError(
             f"{checked} of {len(roster.sites)} sites checked the sum that this model was made of: {least} "

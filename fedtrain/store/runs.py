@@ -21,12 +21,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ..arena import PATCHES, Arena, ArenaFile, Patch
+from ..arena import PATCHES, AnyArena, Arena, ArenaFile, Patch
 from ..config.values import changes
 from ..errors import Damaged, StoreError, Unreadable
 from ..messages import SiteId
 from ..schema import Schema
-from . import counted, turns
+from . import counted, forgotten, turns
 from .disk import Warn, explained, silent, sync_folder
 from .folder import RunFolder
 from .rounds import Checkpoint, Round, RoundPlan
@@ -225,6 +225,7 @@ class RunStore(RunFolder):
                 continue
             if damaged:
                 self.back(f"{damaged[0]} The run goes on after round {number}.")
+                forgotten.keep(self.db, number)
                 self.forget_after(number)
             elif self._lock and (strangers := self._strangers()) > IN_A_COMMIT:
                 self.warn(
@@ -254,10 +255,21 @@ class RunStore(RunFolder):
     def forget_after(self, number: int) -> None:
         """A round is the last one again: the run goes on from there."""
         with self.db.transaction():
-            for table in ("rounds", "evaluations", "plan", "counted", "patches"):
+            for table in forgotten.TABLES:
                 self.db.delete(table, "round > ?", (number,))
             self.turns.refuse_after(number)
         self._counted.forget()
+
+    def recover(self, number: int, weights: AnyArena) -> Checkpoint | None:
+        """A round that was forgotten for damaged bytes, with its model from elsewhere, and all that was known
+        of it. None where it was not, or had another model; Damaged where its state is."""
+        self.put_blob(weights)
+        try:
+            with self.db.transaction():
+                back = forgotten.put_back(self.db, number, weights.digest)
+                return self.load(number) if back else None
+        finally:
+            self._counted.forget()
 
     def weights(self, number: int) -> ArenaFile:
         """The weights of a committed round that are still kept, left in their file."""

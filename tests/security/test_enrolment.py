@@ -328,6 +328,24 @@ def test_e2_an_end_of_the_former_protocol_is_refused_with_both_versions(certs, t
     assert "enrols by version 1, the authority by version 2" in refused.reason
 
 
+def test_e2_a_site_says_at_once_that_its_authority_has_a_former_fedtrain(certs, tmp_path, monkeypatch):
+    """Such a host can't read the site's first frame. Before, the site waited for ever."""
+
+    async def former(self, chain, stream):
+        decode(await stream.read(), Wish)
+
+    monkeypatch.setattr(Host, "_serve", former)
+
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving():
+            with pytest.raises(JoinRefused, match=r"the authority has an older fedtrain.*invite north"):
+                await join(tmp_path / "site", invites.address, code, lambda line: None)
+
+    bounded(main())
+
+
 def test_e2_a_request_on_a_stick_shows_the_same_words_there(certs, tmp_path):
     codes = Codes(certs)
     code = codes.invite("north", WEEK)

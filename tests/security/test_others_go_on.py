@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedtrain.arena import ArenaFile
 from fedtrain.config import Config, keep_policy, policy_from
@@ -23,9 +24,11 @@ from fedtrain.runtime.auditing import root_of, verify
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.approval import key_in
+from fedtrain.runtime.sites.models import FILE
 from fedtrain.runtime.star import aggregator, mutual, restored
 from fedtrain.runtime.star.secure_terms import hash_of
-from fedtrain.store import Checkpoint, RunStore
+from fedtrain.store import Checkpoint, RoundPlan, RunStore
+from fedtrain.transport.endpoints import RemoteCohort
 from fedtrain.transport.memory import LocalCohort
 from tests.allowed import allowed
 from tests.federation import aggregator as star
@@ -227,8 +230,7 @@ def test_d1_statistics_are_of_the_sites_that_accept_each_other(world):
 @pytest.mark.slow(6)
 def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_have(world):
     """Two of five refuse for good: the quorum of five would be four."""
-    # Round 1 may be over the two and one other site: with checksums too few sites would have checked it.
-    run = world(*FIVE, strategy={"min_sites": 3}, secagg={"verify": False})
+    run = world(*FIVE, strategy={"min_sites": 3})
     for name in "de":
         run.policy(name, rounds=1)
     refused = lambda: {e["site"] for e in run["aggregator"].of("update_refused")}
@@ -242,6 +244,34 @@ def test_sites_whose_own_rules_refuse_are_left_out_of_a_sum_that_the_others_can_
     assert run["aggregator"].of("round_committed")[-1]["sites"] == 3
     assert not run["aggregator"].of("round_failed")
     assert refused() == {*"de"}
+
+
+@pytest.mark.slow(6)
+def test_one_site_that_checked_the_model_is_enough_for_a_sum_with_two_others(world, monkeypatch):
+    """The other sites of the last sum left for good; before, the run ended."""
+    members = RemoteCohort.members
+    all_of = lambda cohort, need: members(cohort, need and 5)
+    monkeypatch.setattr(RemoteCohort, "members", all_of)
+    run = world(*FIVE, strategy={"min_sites": 3})
+    told = run["aggregator"]
+
+    async def story() -> None:
+        run.start("aggregator", *FIVE)
+        await told.committed(2)
+        await run.end("aggregator", *FIVE)
+        for name in "bcde":  # as of sites that were not in the last sum
+            (run.config.site_dir(name) / FILE).unlink()
+        told.clear()
+        run.start("aggregator", *FIVE)
+        await told.committed(4)
+
+    run.go(story)
+    assert not told.of("round_failed")
+    inside = [e["sites"] for e in told.of("round_committed")]
+    assert inside[0] == 3, "the site that checked the model, and two others"
+    assert inside[-1] == 5, "these three have checked the next one"
+    (said,) = {e["reason"] for e in told.of("update_refused") if e["site"] == "b"}
+    assert "1 of 5 sites checked the sum that this model was made of: 2 must" in said
 
 
 def brute(sites, pairs, worth):
@@ -353,6 +383,75 @@ def test_d2_a_model_that_few_sites_claim_is_not_taken_from_them(tmp_path):
         assert found(2, lies) == 1
         assert found(5, wrong) == 1, "whose bytes have another SHA-256"
         assert found(3, lies) == 9
+
+
+def with_momentum(root: Path, rounds: int) -> tuple[Config, RunStore]:
+    """A run of five sites in the open, whose strategy has a state that is another one after each round."""
+    config = Config.of({"run": {"name": "r"}, "strategy": {"min_sites": 3}}, root)
+    store = RunStore(config.run_dir)
+    store.begin(random_arena(10, 0).schema, config.agreed(), task_digest="t")
+    for name in FIVE:
+        store.join(name, None)
+    for number in range(rounds + 1):
+        plan = RoundPlan(number, 0, [*FIVE], registered=5)
+        state = {"m": torch.full((10,), float(number))}
+        store.commit(Checkpoint(number, random_arena(10, number), state), {}, None, FIVE, plan)
+        store.evaluated(number, {"loss": 1.0 / (1 + number)}, best=True)
+    return config, store
+
+
+def caught_up(config: Config, store: RunStore, number: int, told: Log) -> Checkpoint:
+    """What an aggregator that starts again goes on from, where all sites hold the model of this round."""
+    model = random_arena(10, number)
+    path = config.root / model.digest
+    path.write_bytes(model.payload)
+    weights = ArenaFile(model.schema, path, model.digest)
+    has = NewestModel(round=number, model=hash_of(model).hex(), weights=weights)
+    cohort = LocalCohort({name: lambda _: has for name in FIVE})
+    before = store.latest()
+    return asyncio.run(restored.caught_up(Journal(config, store, told), cohort, before, None))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "killed meanwhile"])
+def test_a_damaged_model_comes_from_the_sites_and_nothing_else_is_lost(tmp_path, killed):
+    """Before, the older round's momentum went on with it: another model came out."""
+    (config, store), told = with_momentum(tmp_path, 3), Log()
+    rounds, newest = store.rounds(), store.rounds()[-1].weights
+    (store.blobs / newest).write_bytes(b"damaged")
+    if killed:
+        assert store.latest().round == 2
+    store.close()
+    store = RunStore(config.run_dir)
+    with contextlib.closing(store):
+        after = caught_up(config, store, 3, told)
+        assert (after.round, after.weights.digest) == (3, newest)
+        assert after.state["m"].tolist() == [3.0] * 10
+        assert store.rounds() == rounds
+        assert store.plan(3).sites == [*FIVE]
+        assert store.counted() == dict.fromkeys(FIVE, 2)
+        assert store.latest().round == 3
+    assert told.notices("the model of round 3 came from a: nothing is lost")
+
+
+def test_a_round_whose_momentum_is_damaged_too_is_trained_again(tmp_path):
+    (config, store), told = with_momentum(tmp_path, 3), Log()
+    with contextlib.closing(store):
+        for lost in store.db.one("SELECT weights, state FROM rounds WHERE round = 3"):
+            (store.blobs / lost).write_bytes(b"damaged")
+        after = caught_up(config, store, 3, told)
+        assert (after.round, after.state["m"].tolist()) == (2, [2.0] * 10)
+        assert store.plan(2).sites == [*FIVE], "the same sites, so the same model"
+        assert [each.round for each in store.rounds()] == [0, 1, 2]
+    assert told.notices("The sites train round 3 again")
+
+
+def test_a_newer_model_than_a_copys_goes_on_with_older_momentum_and_the_log_says_so(tmp_path):
+    (config, store), told = with_momentum(tmp_path, 2), Log()
+    with contextlib.closing(store):
+        after = caught_up(config, store, 4, told)
+        assert (after.round, after.state["m"].tolist()) == (4, [2.0] * 10)
+    (said,) = told.notices("as a copy does")
+    assert said.endswith("The strategy's own state (its momentum, say) is the one of round 2")
 
 
 # --- the end of a run

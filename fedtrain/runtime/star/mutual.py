@@ -37,14 +37,17 @@ class Mutual:
         self._cohort, self._emit, self._store = cohort, emit, store
         self._refusals: dict[Pair, bytes] = {}  # with the key that is refused
         self._reported: dict[SiteId, str] = {}  # why a site is left out, as it was logged last
-        self.declined: set[SiteId] = set()  # by their own rules, what they were last asked for
+        self._declined: set[SiteId] = set()  # by their own rules, what they were last asked for
+        self._checked: set[SiteId] = set()  # the sum that the model was made of, as they said last
 
     def hear(self, site: SiteId, request: Request, reply: Reply) -> None:
         """A site's reply, as it comes."""
         if isinstance(reply, Failure) and isinstance(terms := getattr(request, "terms", None), Terms):
             cohort = {other: key for other, key in terms.cohort.items() if other != site}
             self._refusals |= {(site, other): cohort[other] for other in reply.strangers if other in cohort}
-            self.declined |= {site} if reply.final else set()
+            self._declined |= {site} if reply.final else set()
+        elif isinstance(reply, Keys) and reply.checked:
+            self._checked.add(site)
 
     def forget(self, site: SiteId, key: bytes) -> None:
         """A site joins, with this key and perhaps with other pins than before."""
@@ -61,10 +64,19 @@ class Mutual:
     async def of(self, sites: Sequence[SiteId], least: int) -> Sequence[SiteId]:
         """Those of the sites that accept each other. Where no `least` sites that are here do, waits until
         people have pinned them."""
-        self.declined.difference_update(sites)
+        for said in (self._declined, self._checked):
+            said.difference_update(sites)
         if len(self.accepted(sites)) < least <= len(sites):
             await self._cohort.members(least)
         return sorted(self.accepted(sites))
+
+    def willing(self, sites: Collection[SiteId]) -> Sequence[SiteId]:
+        """The sites without those that declined. Where some of them said that they checked the model, there
+        are at most two others for each: a site takes part where a third of all checked it."""
+        left = [site for site in sites if site not in self._declined]
+        others = [site for site in left if site not in self._checked]
+        spare = {*others[2 * (len(left) - len(others)) :]} if len(others) < len(left) else set()
+        return [site for site in left if site not in spare]
 
     def accepted(self, sites: Collection[SiteId]) -> Collection[SiteId]:
         """The largest set of these sites that accept each other. Who is left out is told why, once for each

@@ -3,7 +3,8 @@
 A site never trains a round again of which a sum was opened, so an aggregator that was restored from a copy
 can't go on from the copy's round. As it starts again, it asks its sites which model they were asked about
 last. The newest one of which most sites of the run, and strategy.min_sites at least, say the same SHA-256 is
-fetched from one of them, and is the last committed round from then on.
+fetched from one of them, and is the last committed round from then on. The same where only the model's own
+bytes are damaged here: the strategy's state, and all that was known of the round, are used then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ...arena import ArenaFile
-from ...errors import BadUpdate
+from ...errors import BadUpdate, Damaged
 from ...events import Notice
 from ...exchange import Cohort, gather
 from ...messages import Failure, NewestModel, Recall, Reply, SiteId
@@ -52,10 +53,21 @@ async def caught_up(
                     break
             else:
                 continue
-            journal.emit(Notice(text=(
+            try:
+                back = store.recover(number, weights)
+            except Damaged as e:  # but its plan is here: the same sites train it again, to the same bits
+                journal.emit(Notice(text=f"{e} The sites train round {number} again"))
+                break
+            if back is not None:
+                journal.emit(Notice(text=f"the model of round {number} came from {site}: nothing is lost"))
+                return back
+            text = (
                 f"this run directory ended with round {own}, as a copy does: the run goes on after round "
                 f"{number}: {len(holders)} sites hold its model. What it had of the rounds between is lost"
-            )))  # fmt: skip
+            )
+            if checkpoint.state:
+                text += f". The strategy's own state (its momentum, say) is the one of round {own}"
+            journal.emit(Notice(text=text))
             for lost in range(own, number):
                 if noise is not None:
                     noise.releases(lost, secrets.randbits(128))

@@ -275,7 +275,7 @@ class UnderMasks:
                     raise
             except Unfinished as e:
                 self._tell_dropped(plan.round + training, e.dropped)
-                sites = [site for site in cohort if site not in self.mutual.declined]
+                sites = self.mutual.willing(cohort)
                 if again or whole or not self._policy.min_sites <= len(sites) < len(cohort):
                     raise
             else:

@@ -97,6 +97,8 @@ def unchanged(agreed: msg.Description, found: msg.Description) -> None:
     found = msgspec.structs.replace(found, limits=agreed.limits)  # maybe shut in less
     if found != agreed:
         raise ConfigError(
-            "the task's code was changed while it is being trained, and a trainer process had to be started "
-            "again. Undo the change; or start the run's processes again, with the same code at all of them."
+            f"the task's code was changed while it is being trained (it has the digest "
+            f"{found.task_digest[:12]}, the run {agreed.task_digest[:12]}), and a trainer process had to be "
+            f"started again. Undo the change: then this process goes on by itself. To train the changed "
+            f"code, stop all of the run's commands, and start them with that code and another run.name."
         )
