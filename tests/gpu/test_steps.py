@@ -177,6 +177,7 @@ def seconds_a_step(step, count=20):
 
 
 @GPUS_ONLY
+@pytest.mark.timed
 def test_step_overhead(device):
     """A GPT of 124M parameters in bf16, beside a loop that has nothing but the same optimizer."""
     task = Words()

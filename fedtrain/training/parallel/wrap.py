@@ -135,8 +135,11 @@ _WORDS = {
 }
 
 
-def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within | None = None) -> None:
-    """Activation checkpointing and compile. forward() itself is replaced: names of parameters stay.
+def save_memory(
+    model: nn.Module, units: list[nn.Module], config: ParallelConfig, within: Within | None = None
+) -> None:
+    """Activation checkpointing and compile, of each of the model's repeated blocks (`units`). A model
+    without them is compiled as a whole. forward() itself is replaced: names of parameters stay.
 
     `within`: what activations are computed again within, which happens in the backward pass, where the modes
     of the forward pass are no more.
@@ -151,13 +154,13 @@ def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within |
             f"parallel.schedule: {config.schedule} computes a gradient in two halves, which torch gets wrong "
             f"beside {other}. Use interleaved, or leave {other} out."
         )
-    if not units and (config.checkpoint_activations or config.compile):
-        key = "checkpoint_activations" if config.checkpoint_activations else "compile"
+    if not units and config.checkpoint_activations:
         raise ConfigError(
-            f"parallel.{key}: it is done part by part, and which parts of the model repeat is not known. "
-            f'Name them in the task\'s parallel_plan(), as in Plan(blocks="layers"), or leave it out.'
+            "parallel.checkpoint_activations: it is done block by block, and which blocks of the "
+            "model repeat is not known. Name them in the task's parallel_plan(), as in "
+            "Plan(blocks='layers'), or leave it out."
         )
-    for unit in units:
+    for unit in units or [model]:
         if config.checkpoint_activations:
             unit.forward = _again(unit.forward, within)
         if config.compile:
