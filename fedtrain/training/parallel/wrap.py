@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
-from ...errors import ConfigError, TaskError, some
+from ...errors import ConfigError, ErrorTranslation, TaskError, some
 from ..batches import Batch
 from ..mesh import Mesh, is_dtensor
 from ..precision import NARROW
@@ -103,17 +103,17 @@ def with_dense_gradients(model: nn.Module) -> None:
             module.sparse = False
 
 
-@contextmanager
-def in_our_words(config: ParallelConfig) -> Iterator[None]:
+def in_our_words(config: ParallelConfig) -> ErrorTranslation:
     """What torch says of a task that doesn't go with a setting, with the setting and what to change."""
-    try:
-        yield
-    except RuntimeError as e:
-        for torchs, ours in _WORDS.items():
+
+    def translate(e: Exception) -> TaskError | None:
+        for torchs, ours in _WORDS.items() if isinstance(e, RuntimeError) else ():
             if torchs in str(e) and (ours is not _SHAPE or config.tp > 1):
                 setting = f"parallel.tp = {config.tp}" if config.tp > 1 else f"parallel.zero = {config.zero}"
-                raise TaskError(ours.format(setting=setting, tp=config.tp, torchs=e)) from e
-        raise
+                return TaskError(ours.format(setting=setting, tp=config.tp, torchs=e))
+        return None
+
+    return ErrorTranslation(translate)
 
 
 _SHAPE = (
