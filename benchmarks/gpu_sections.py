@@ -60,8 +60,9 @@ def versions(small: bool) -> None:
     if GPU:
         properties = torch.cuda.get_device_properties(0)
         about |= {
-            "gpu_gib": round(properties.total_memory / 2**30, 1), "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": driver(),
+            "gpu_gib": round(properties.total_memory / 2**30, 1), "driver": driver(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # torch's
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         }  # fmt: skip
     common.say({"machine": about})
     size = 512 if small else 8192
@@ -137,7 +138,11 @@ def ours(shape: Shape, batch: int, *, compile: bool = False, planned: bool = Tru
     config = Config.of({"train": train, "parallel": {"compile": compile}}, ROOT)
     engine = MeshEngine(task, config, Mesh(Sizes(), DEVICE))
     there = tuple(column.to(DEVICE) for column in task.data(""))
-    return lambda: engine.steps.take([(there, batch)]) and None
+
+    def step() -> None:
+        engine.steps.take([(there, batch)])
+
+    return step
 
 
 def bare(shape: Shape, batch: int, *, compile: bool = False) -> Work:
@@ -146,7 +151,7 @@ def bare(shape: Shape, batch: int, *, compile: bool = False) -> Work:
     model = task.model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, weight_decay=0.0)
     there = tuple(column.to(DEVICE) for column in task.data(""))
-    called = torch.compile(model) if compile else model
+    called: Any = torch.compile(model) if compile else model
 
     def step() -> None:
         optimizer.zero_grad()
@@ -213,11 +218,11 @@ def by_turns(works: dict[str, Work], steps: int) -> dict[str, list[float]]:
     return times
 
 
-class Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Counts torch's operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,14 +236,15 @@ def launches(work: Work) -> int:
     if not GPU:
         with Calls() as calls:
             work()
-        return calls.names.total()
+        return sum(calls.names.values())
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         work()
         synchronize()
-    return sum(each.count for each in profiled.key_averages() if "LaunchKernel" in each.key)
+    events: Any = profiled.key_averages()
+    return sum(int(each.count) for each in events if "LaunchKernel" in each.key)
 
 
 def release() -> None:
@@ -253,12 +259,12 @@ def release() -> None:
 
 
 def simulation(small: bool) -> None:
-    """Ours as users run it, ours stacked, a plain loop and pfl, by turns."""
+    """A plain loop, pfl, ours as users run it and ours stacked: each alone, one after the other."""
     from simulation_cases import GPU_CASES
 
     for case in GPU_CASES:
         if small:
-            few = max(1, case.sites // 50)
+            few = max(4, case.sites // 50)
             case = replace(case, sites=few, drawn=min(4, few) if case.drawn else None)
         with tempfile.TemporaryDirectory() as folder:
             simulate_case(case, Path(folder), turn_s=0.0 if small else 1.0, turns=1 if small else 2)

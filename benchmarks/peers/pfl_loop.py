@@ -38,13 +38,13 @@ def averaged(work: Work, device: str = "cpu") -> Iterator[list[Tensor]]:
                 local = torch.optim.SGD(model.parameters(), lr=work.lr)
                 for x, y in batches:
                     local.zero_grad()
-                    F.cross_entropy(model(x), y).backward()
+                    F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch's
                     local.step()
                 examples = sum(len(y) for _, y in batches)
                 with torch.no_grad():
                     difference = {name: (before[name] - p) * examples for name, p in named.items()}
-                    for name, value in difference.items():
-                        total[name] = total[name] + value if name in total else value
+                    for name, moved in difference.items():
+                        total[name] = total[name] + moved if name in total else moved
                     for name, p in named.items():
                         p.copy_(before[name])
                 weight += examples
