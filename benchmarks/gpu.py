@@ -133,8 +133,9 @@ def _output(process: subprocess.Popen[str], deadline: float) -> Iterator[tuple[s
     found: queue.Queue[tuple[str, str] | None] = queue.Queue()
 
     def read(name: str, stream: TextIO) -> None:
-        for text in stream:
-            found.put((name, text))
+        with stream:
+            for text in stream:
+                found.put((name, text))
         found.put(None)
 
     assert process.stdout is not None
