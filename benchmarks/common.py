@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import fedtrain
+
 as_json = False
 
 
@@ -44,7 +46,7 @@ def machine_line() -> dict[str, object]:
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "fedtrain": version("fedtrain"),
+        "fedtrain": fedtrain.__version__,
     }
 
 

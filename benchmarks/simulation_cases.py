@@ -37,6 +37,7 @@ class Case:
     engine: str = "auto"
     rounds: int = 1000  # of the run, as `auto` is told; a turn does some of them
     examples: int = 18  # of a site; all sites are dealt equal shares of one pool
+    batch: int = 32
     spread: float | None = None  # of log-normal sizes around 20, of sites of the task's own
     drawn: int | None = None  # sites a round; None: all
     draw: bool = False  # sites draw their examples from a pool that has enough for `drawn` of them
@@ -51,7 +52,7 @@ class Case:
                 "task": f"simulation_task:Pictures(model={self.model!r})",
                 "rounds": self.rounds, "seed": SEED, "dir": str(folder / f"runs-{workers}"),
             },
-            "train": {"batch_size": 32, "lr": 0.1},
+            "train": {"batch_size": self.batch, "lr": 0.1},
             "evaluate": {"every": 0},
             "secagg": {"enabled": self.secure},
             "strategy": {"fraction": (self.drawn or self.sites) / self.sites},
@@ -73,7 +74,7 @@ class Case:
             sizes = drawn.round().clip(1).astype(np.int64)
         dealt_to = self.drawn if self.draw and self.drawn else self.sites
         count = int(sizes.sum()) or dealt_to * self.examples
-        width = 784 if self.model == "cnn46k" else 64
+        width = {"cnn46k": 784, "cifar10": 3072}.get(self.model, 64)
         y, kinds = draw.integers(10, size=count), draw.standard_normal((10, width))
         x = 0.5 * kinds[y] + draw.standard_normal((count, width))
         return {"x": x.astype(np.float32), "y": y, "sizes": sizes}
@@ -110,6 +111,13 @@ CASES = (
     replace(MLP5K, name="digits-mlp5k-loop-secure", peers=(), engine="loop", secure=True),
     CNN46K,
     replace(CNN46K, name="cnn-46k-loop-secure", secure=True),
+)
+
+GPU_CASES = (  # of benchmarks/gpu.py
+    Case("cifar10-cnn", "cifar10", sites=1000, drawn=50, draw=True, examples=50, batch=10),
+    Case("mlp5k-1000", "mlp5k", sites=1000),
+    Case("mlp50k-1000", "mlp50k", sites=1000),
+    Case("mlp500k-100", "mlp500k", sites=100),
 )
 
 

@@ -29,8 +29,8 @@ import errno
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -39,6 +39,25 @@ SHOWN = 2  # calls shown at each end of a traceback
 
 class FedtrainError(Exception):
     """Base of every error that fedtrain raises on purpose."""
+
+
+class ErrorTranslation(AbstractContextManager[None]):
+    """Raises another error in place of one that the block raised. `translate` returns it, or None.
+
+    A class, for in Python 3.12 a generator (contextlib.contextmanager) that does so keeps the first error
+    with the tensors of all its frames until the garbage collector runs: after "out of memory", for long.
+    """
+
+    def __init__(self, translate: Callable[[Exception], Exception | None]) -> None:
+        self.translate = translate
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        other = self.translate(error) if isinstance(error, Exception) else None
+        try:
+            if other is not None:
+                raise other from error
+        finally:
+            del other  # its traceback has this frame: else a cycle
 
 
 def story_of(error: BaseException) -> str:

@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fedtrain.config import Config, ParallelConfig
 from fedtrain.errors import ConfigError
+from fedtrain.runtime.meeting import meet
 from fedtrain.training import devices
 from fedtrain.training.devices import (
     backend_of,
     device_of_rank,
     record_collectives,
+    refuse_gathers,
     refuse_shared,
     seed_all,
     set_arithmetic,
@@ -87,6 +90,27 @@ def test_two_ranks_that_are_shown_one_gpu_are_told_before_nccl_begins(monkeypatc
     refuse_shared(store, CUDA, "gloo")
     gpu.uuid = "GPU-2"
     refuse_shared(store, CUDA, "cpu:gloo,cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "named"), [({"tp": 2, "zero": 2}, "tp = 2, parallel.zero = 2"), ({"cp": 2}, "cp = 2")]
+)
+def test_gloo_on_gpus_is_refused_where_ranks_gather_parts(parallel, named):
+    config = ParallelConfig(**parallel)
+    with pytest.raises(ConfigError, match=rf"parallel\.{named}: .* backend = auto with one GPU for each"):
+        refuse_gathers(config, 2, CUDA, "gloo")
+    refuse_gathers(config, 2, CUDA, "cpu:gloo,cuda:nccl")
+    refuse_gathers(config, 2, CPU, "gloo")
+    refuse_gathers(config, 1, CUDA, "gloo")
+    refuse_gathers(ParallelConfig(zero=1, pp=2), 2, CUDA, "gloo")
+
+
+def test_a_mesh_that_gloo_would_end_is_refused_before_ranks_meet(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = Config.of({"parallel": {"tp": 2, "backend": "gloo"}}, tmp_path)
+    with pytest.raises(ConfigError, match=r"^parallel\.tp = 2: "):
+        meet(config, "gloo", CUDA)
 
 
 # --- the backend

@@ -264,6 +264,33 @@ def test_a_rank_without_examples_in_its_first_step_says_what_to_change():
         engine(Rows()).steps.take([(None, 1)], "step 1")
 
 
+class Planless(nn.Module):
+    """A model whose blocks no plan names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_compile_without_a_plan_compiles_the_whole_model(monkeypatch):
+    task, compiled = Rows(), []
+
+    def compile(forward):
+        compiled.append(forward.__self__)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile)
+    task.model = Planless
+    found = engine(task, compile=True)
+    assert compiled == found.parts
+    found.steps.take([(task.data(""), 32)])
+    with pytest.raises(ConfigError, match=r"^parallel\.checkpoint_activations: .* blocks .* Name them"):
+        engine(task, checkpoint_activations=True)
+
+
 def test_to_compile_without_a_compiler_is_refused_before_the_first_step(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and no-such-compiler is not here"):
@@ -386,7 +413,7 @@ def test_a_gradient_in_two_halves_is_refused_where_torch_gets_it_wrong(kind):
     for other, named in (({"zero": 3}, "zero = 3"), ({"compile": True}, "compile")):
         config = ParallelConfig(pp=2, schedule=kind, **other)
         with pytest.raises(ConfigError, match=f"^parallel.schedule: {kind} .* beside {named}"):
-            save_memory([], config)
+            save_memory(nn.Identity(), [], config)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

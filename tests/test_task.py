@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,24 @@ def test_a_syntax_error_and_a_missing_package_are_named(tmp_path):
         load_task("task:Heart", write(tmp_path, task="x = 1\ny = = 2\n"))
     with pytest.raises(TaskError, match="no module named 'no_such_package'"):
         load_task("task:Heart", write(tmp_path, task="import no_such_package\n"))
+
+
+def test_the_memory_of_a_failed_step_is_free_when_its_error_is_gone(tmp_path):
+    """Without the garbage collector. Python 3.12 keeps it where a generator translates the error."""
+    kept = []
+
+    def fail():
+        batch = torch.ones(3)
+        kept.append(weakref.ref(batch))
+        raise KeyError(len(batch))
+
+    gc.disable()
+    try:
+        with pytest.raises(TaskError, match="KeyError"), user_code(tmp_path):
+            fail()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_errors_of_fedtrain_pass_through_user_code_unchanged(tmp_path):

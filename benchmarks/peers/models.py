@@ -1,5 +1,5 @@
-"""The models that benchmarks/simulate.py trains, by name. Inputs are float32 [n, 64] (`cnn46k`: [n, 784]), a
-picture of 8 × 8; outputs are the scores of ten classes."""
+"""The models that benchmarks/simulate.py trains, by name. Inputs are float32 [n, 64], pictures of 8 × 8
+(`cnn46k`: [n, 784]; `cifar10`: [n, 3072]); outputs are the scores of ten classes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def cnn() -> nn.Module:
         nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def cifar_cnn() -> nn.Module:
+    """`simple_cnn` of pfl-research's CIFAR-10 benchmark (benchmarks/model/pytorch/cnn.py)."""
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 32, 32)), nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(14 * 14 * 64, 128), nn.ReLU(),
+        nn.Dropout(0.5), nn.Linear(128, 10),
     )  # fmt: skip
 
 
@@ -83,6 +92,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp500k": lambda: mlp(64, 672, 672, 10),  # 502,666
     "cnn6k": small_cnn,  # 6,058
     "cnn46k": cnn,  # 46,730
+    "cifar10": cifar_cnn,  # 1,626,442
     "lstm12k": Lstm,  # 11,626
     "transformer": Transformer,  # 18,090
 }

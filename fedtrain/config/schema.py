@@ -286,7 +286,7 @@ class ParallelConfig(Settings):
     offload: Literal["none", "cpu", "disk", "nvme"] = "none"  # where shards rest; needs zero = 2 or 3
     offload_dir: str = ""  # for offload to disk or nvme: a folder on a disk of this machine
     checkpoint_activations: bool = False  # compute activations again in the backward pass, don't keep them
-    compile: bool = False  # torch.compile, block by block
+    compile: bool = False  # torch.compile: by blocks of the plan, or the whole
     comm_hook: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"  # of gradients, at zero = 0
     comm_rank: AtLeastOne = 4  # rank of the matrices that comm_hook = powersgd sends
     comm_fraction: Fraction = 0.01  # part of coordinates that comm_hook = topk sends

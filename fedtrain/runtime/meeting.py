@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public a
 from ..config import Config
 from ..errors import ConfigError
 from ..training.collectives import refuse_pickles
-from ..training.devices import record_collectives, refuse_shared
+from ..training.devices import record_collectives, refuse_gathers, refuse_shared
 from .rank_store import RankStore
 
 VARIABLE = "FEDTRAIN_RANKS_SECRET"  # has the ranks' secret
@@ -51,6 +51,7 @@ def meet(config: Config, backend: str, device: torch.device | None = None, *, ti
     timeout_s = timeout_s or config.parallel.timeout
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == ranks
+    refuse_gathers(config.parallel, ranks, device or torch.device("cpu"), backend)
     address = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
     refuse_pickles()
     if one_machine:

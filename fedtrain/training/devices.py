@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
+from ..config import ParallelConfig
 from ..errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # by which products of matrices give the same bits each time
@@ -83,6 +84,17 @@ def refuse_shared(store: Store, device: torch.device, backend: str) -> None:
         raise ConfigError(
             f"train.device: two ranks have the same GPU, {gpu.name} {gpu.uuid}, and NCCL wants one for each. "
             f"Start fewer ranks, show each its own by CUDA_VISIBLE_DEVICES, or set parallel.backend = gloo."
+        )
+
+
+def refuse_gathers(config: ParallelConfig, ranks: int, device: torch.device, backend: str) -> None:
+    """ConfigError where Gloo is to gather what lies on GPUs, in which torch ends the process (SIGSEGV)."""
+    axes = {"tp": config.tp, "cp": config.cp, "zero": config.zero if config.zero > 1 else 1}
+    asked = [f"parallel.{name} = {value}" for name, value in axes.items() if value > 1]
+    if asked and ranks > 1 and device.type == "cuda" and backend == "gloo":
+        raise ConfigError(
+            f"{', '.join(asked)}: ranks gather parts of tensors, and Gloo can't gather tensors on a GPU. "
+            f"Set parallel.backend = auto with one GPU for each rank, or train.device = cpu."
         )
 
 

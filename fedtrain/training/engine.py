@@ -129,7 +129,8 @@ class Steps:
             if self._normed and step.taken is not False:
                 step.norm = backend.norm()
                 if self._judged:
-                    finite = step.norm.sum().isfinite() if unread else math.isfinite(step.norm.sum())
+                    # One kernel, where isfinite() takes four. NaN is not less.
+                    finite = step.norm < math.inf if unread else math.isfinite(step.norm.sum())
             if unread or not self.scale.again(bool(finite), partial(backend.loss_finite, step)):
                 break
         if self.nonfinite != "take":
@@ -181,7 +182,7 @@ class Steps:
                 f"{doing}: the gradient is not finite (norm {float(step.norm)}). Lower train.lr or set "
                 f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
             )
-        step.taken = finite & step.taken
+        step.taken = finite if step.taken is True else finite & step.taken
         self._finite.append(finite)
 
 

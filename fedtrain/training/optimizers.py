@@ -175,7 +175,9 @@ class TorchOptimizer:
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
         if isinstance(taken, torch.Tensor):
-            self.inner.found_inf = (~taken).float()  # type: ignore[attr-defined]  # as torch.amp's GradScaler does
+            # As torch.amp's GradScaler does.
+            found = torch.logical_not(taken, out=torch.empty((), device=taken.device))
+            self.inner.found_inf = found  # type: ignore[attr-defined]
         self.inner.step()
         self._begun = True
 

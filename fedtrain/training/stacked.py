@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -20,7 +19,7 @@ from torch.func import functional_call, vmap
 
 from ..arena import Arena, Slab
 from ..digest import seed_of
-from ..errors import ConfigError, TaskError
+from ..errors import ConfigError, ErrorTranslation, TaskError
 from ..learning import Context
 from ..messages import Metrics, SiteId, Update
 from ..schema import Section, is_compiled
@@ -307,15 +306,15 @@ class Stacked(Backend):
         calls: list[tuple[float, torch.Tensor]] = dropout.calls
         return calls
 
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            with user_code(self._folder, "in a stack of sites"):
-                yield
-        except TaskError as e:
-            raise refusal(
-                f"{e}. Random numbers other than dropout's, .item() and LSTM can't be stacked"
-            ) from e
+    def _refusing(self) -> ErrorTranslation:
+        why = "Random numbers other than dropout's, .item() and LSTM can't be stacked"
+        known = user_code(self._folder, "in a stack of sites").translate
+
+        def translate(e: Exception) -> ConfigError | None:
+            error = e if isinstance(e, TaskError) else known(e)
+            return refusal(f"{error}. {why}") if error is not None else None
+
+        return ErrorTranslation(translate)
 
 
 class _Loss(nn.Module):

@@ -10,14 +10,13 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..config.own import told, told_openly
 from ..config.project import load, parsed, sources, tree_of
-from ..errors import ConfigError, FedtrainError, TaskError, nearest
+from ..errors import ConfigError, ErrorTranslation, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 from .signatures import check_methods
 
@@ -223,21 +222,21 @@ def arguments_of(task: Task) -> str | None:
     return (said and f"({said})") if same else None
 
 
-@contextmanager
-def user_code(folder: Path, during: str = "") -> Iterator[None]:
+def user_code(folder: Path, during: str = "") -> ErrorTranslation:
     """Turn any exception of the user's code, which runs inside the block, into a TaskError.
 
     A TaskError is sent over the network, so it has the exception's type and place, but not its message, which
     may quote data (S35). The message is in `openly`, for a run of which all is on one machine, and the
     exception itself is chained, for a reader at the site.
     """
-    try:
-        yield
-    except FedtrainError:
-        raise
-    except Exception as e:
+
+    def translate(e: Exception) -> TaskError | None:
+        if isinstance(e, FedtrainError):
+            return None
         place = f"{told(e, folder)}{during and f', {during}'}"
-        raise TaskError(place, told_openly(e, folder, during)) from e
+        return TaskError(place, told_openly(e, folder, during))
+
+    return ErrorTranslation(translate)
 
 
 def folder_of(task: Task) -> Path:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.pretended import PRESENT
+
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 PRETENDED = pytest.param("cuda", marks=pytest.mark.pretended, id="pretended")  # see tests/pretended.py
 EACH = pytest.mark.parametrize("device", ["cpu", PRETENDED, GPU])
@@ -20,6 +22,13 @@ def slowly(seconds, pretended=0):
         marks = pytest.mark.slow(pretended), pytest.mark.pretended
         devices.insert(1, pytest.param("cuda", marks=marks, id="pretended"))
     return pytest.mark.parametrize("device", devices)
+
+
+def gathers(device):
+    """Skip on a real GPU that ranks share by Gloo: fedtrain refuses a mesh whose ranks gather parts of tensors
+    (devices.refuse_gathers)."""
+    if device == "cuda" and not PRESENT:
+        pytest.skip("Gloo ends a process that gathers tensors on a GPU")
 
 
 class Waits(TorchDispatchMode):

@@ -14,7 +14,7 @@ from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.context import Gathered
 from tests.equivalence.ranks import launch
 from tests.equivalence.tiny import case, project
-from tests.gpu.on import GPUS_ONLY, slowly
+from tests.gpu.on import GPUS_ONLY, gathers, slowly
 from tests.worlds import world
 
 BF16 = 2e-2  # of the whole's norm
@@ -90,12 +90,14 @@ def attend(rank, ranks, device, backend, length, exact):
 
 @slowly(4)
 def test_causal_parts_take_the_flash_kernel(device):
+    gathers(device)
     world(2, attend, device, "gloo", 64, True, device=device, backend="gloo")
 
 
 @GPUS_ONLY
 def test_causal_parts_make_no_mask(device):
     """Of 32,768 places a mask would be 512 MiB at each of two ranks."""
+    gathers(device)
     world(2, attend, device, "gloo", 1 << 15, False, device=device, backend="gloo")
 
 
@@ -108,6 +110,7 @@ def test_cp_causal_flash():
 @slowly(5)
 def test_bf16_context_parallel_trains_by_the_flash_kernel_as_one_rank_does(tmp_path, device):
     """What the model moved by is the gradient, for the optimizer is plain SGD of rate 1."""
+    gathers(device)
     folder = project(tmp_path / "project")
     (folder / "flash_task.py").write_text(TASK)
     train = {"precision": "bf16", "optimizer": "sgd", "lr": 1.0}

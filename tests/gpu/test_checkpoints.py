@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from fedtrain.training.checkpoint import Checkpoints
@@ -52,6 +53,7 @@ def test_async_checkpoint_snapshot_is_of_its_step(device, tmp_path):
 
 
 @GPUS_ONLY
+@pytest.mark.timed
 def test_async_checkpoint_stalls_little(device, tmp_path):
     """A save in the background holds training up for a fifth of what one in the foreground takes, or less."""
     took = {}

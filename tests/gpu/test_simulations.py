@@ -47,6 +47,7 @@ def test_a_stack_of_sites_waits_for_no_step(device, task):
 
 
 @GPUS_ONLY
+@pytest.mark.timed
 def test_vmap_chunk_by_free_memory(device):
     """10,000 sites are trained in stacks of what the GPU has room for, and at its memory's pace."""
 

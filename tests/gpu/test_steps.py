@@ -17,6 +17,7 @@ from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
 from tests.gpu.on import EACH, GPUS_ONLY, Waits, slowly, waits_of
+from tests.pretended import PRESENT
 from tests.test_parallel import Blocks, Rows, config_of
 from tests.worlds import world
 
@@ -84,7 +85,7 @@ def test_ranks_wait_for_nothing_before_the_backward_pass(device):
 def leave_out(rank, ranks, device):
     """A weight that only the device knows, and gradients that are not finite in some steps."""
     here = device_of_rank(device, "gloo")
-    for zero in (0, 1, 2, 3):
+    for zero in (0, 1) if device == "cuda" and not PRESENT else (0, 1, 2, 3):  # see on.gathers
         config = config_of(ParallelConfig(zero=zero), optimizer="adamw", weight_decay=0.1)
         models = []
         for waits in (False, True):
@@ -177,6 +178,7 @@ def seconds_a_step(step, count=20):
 
 
 @GPUS_ONLY
+@pytest.mark.timed
 def test_step_overhead(device):
     """A GPT of 124M parameters in bf16, beside a loop that has nothing but the same optimizer."""
     task = Words()

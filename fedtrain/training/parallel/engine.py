@@ -130,7 +130,7 @@ class MeshEngine(Trainable, ShardedModel):
                 model.to(mesh.device)
             split_tensors(model, self.plan, config, mesh)
             units = self.plan.units(model)
-            save_memory(units, config, again)
+            save_memory(model, units, config, again)
             root = data_parallel(loss, units, config, mesh, self.config.precision)
             if isinstance(root, DistributedDataParallel):
                 compress(root, config)
@@ -157,7 +157,7 @@ class MeshEngine(Trainable, ShardedModel):
                 stage.to(mesh.device)
             split_tensors(stage, self.plan, config, mesh)
             units = self.plan.units(stage) if self.plan.stage is not None else []
-            save_memory(units, config, again)
+            save_memory(stage, units, config, again)
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.config.precision)
         self._pipeline = Pipeline(loss.of, stages, config, mesh, has, traced)
@@ -226,11 +226,13 @@ class MeshEngine(Trainable, ShardedModel):
     def _collect(self, factor: Number) -> None:
         """The gradients, times the factor. A parameter that no rank reached has none for the optimizer."""
         self._reached.settle(self.trained)
+        self.gradients = []
         for p in self.trained:
-            p.grad = laid_out(p)
+            p.grad = gradient = laid_out(p)
+            self.gradients.append(local(gradient))
         missing = self._reached.by_none(self.trained)
-        self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
-        self.unreached = [(i, 0, p.numel()) for i, p in enumerate(self.trained) if p in missing]
+        unreached = [i for i, p in enumerate(self.trained) if p in missing] if missing else []
+        self.unreached = [(i, 0, self.trained[i].numel()) for i in unreached]
         for p in missing:
             p.grad = None
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
@@ -419,7 +421,9 @@ class MeshEngine(Trainable, ShardedModel):
 
 def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """L2, of all together, as a float64 on the device; in few kernels, for each step takes it."""
-    return torch.stack(foreach_norm(gradients)).to(device, torch.float64).square().sum().sqrt()
+    norms = torch.stack(foreach_norm(gradients))
+    total: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64).to(device)
+    return total
 
 
 def mean_and_unread(loss: Any, batch: Batch) -> tuple[torch.Tensor, Number]:

@@ -80,7 +80,7 @@ def _units_bytes(model: nn.Module, plan: Plan, sizes: Sizes) -> list[int]:
 
 
 def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data: Any, sizes: Sizes) -> int:
-    save_memory(plan.units(model), config.parallel)
+    save_memory(model, plan.units(model), config.parallel)
     kept: dict[int, int] = {}  # storage -> bytes, each once
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 

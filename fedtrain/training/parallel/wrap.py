@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
-from ...errors import ConfigError, TaskError, some
+from ...errors import ConfigError, ErrorTranslation, TaskError, some
 from .. import compat
 from ..batches import Batch
 from ..mesh import Mesh, is_dtensor
@@ -103,17 +103,17 @@ def with_dense_gradients(model: nn.Module) -> None:
             module.sparse = False
 
 
-@contextmanager
-def in_our_words(config: ParallelConfig) -> Iterator[None]:
+def in_our_words(config: ParallelConfig) -> ErrorTranslation:
     """What torch says of a task that doesn't go with a setting, with the setting and what to change."""
-    try:
-        yield
-    except RuntimeError as e:
-        for torchs, ours in _WORDS.items():
+
+    def translate(e: Exception) -> TaskError | None:
+        for torchs, ours in _WORDS.items() if isinstance(e, RuntimeError) else ():
             if torchs in str(e) and (ours is not _SHAPE or config.tp > 1):
                 setting = f"parallel.tp = {config.tp}" if config.tp > 1 else f"parallel.zero = {config.zero}"
-                raise TaskError(ours.format(setting=setting, tp=config.tp, torchs=e)) from e
-        raise
+                return TaskError(ours.format(setting=setting, tp=config.tp, torchs=e))
+        return None
+
+    return ErrorTranslation(translate)
 
 
 _SHAPE = (
@@ -135,8 +135,11 @@ _WORDS = {
 }
 
 
-def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within | None = None) -> None:
-    """Activation checkpointing and compile. forward() itself is replaced: names of parameters stay.
+def save_memory(
+    model: nn.Module, units: list[nn.Module], config: ParallelConfig, within: Within | None = None
+) -> None:
+    """Activation checkpointing and compile, of each of the model's repeated blocks (`units`). A model
+    without them is compiled as a whole. forward() itself is replaced: names of parameters stay.
 
     `within`: what activations are computed again within, which happens in the backward pass, where the modes
     of the forward pass are no more.
@@ -151,13 +154,13 @@ def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within |
             f"parallel.schedule: {config.schedule} computes a gradient in two halves, which torch gets wrong "
             f"beside {other}. Use interleaved, or leave {other} out."
         )
-    if not units and (config.checkpoint_activations or config.compile):
-        key = "checkpoint_activations" if config.checkpoint_activations else "compile"
+    if not units and config.checkpoint_activations:
         raise ConfigError(
-            f"parallel.{key}: it is done part by part, and which parts of the model repeat is not known. "
-            f'Name them in the task\'s parallel_plan(), as in Plan(blocks="layers"), or leave it out.'
+            "parallel.checkpoint_activations: it is done block by block, and which blocks of the "
+            "model repeat is not known. Name them in the task's parallel_plan(), as in "
+            "Plan(blocks='layers'), or leave it out."
         )
-    for unit in units:
+    for unit in units or [model]:
         if config.checkpoint_activations:
             unit.forward = _again(unit.forward, within)
         if config.compile:
