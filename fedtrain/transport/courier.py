@@ -8,7 +8,10 @@ runs over the network. Shares leave through a `Sender` and come in through a `Re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from ..errors import WireError
 from ..exchange import Account, Exchanged, Mixer, PeerId, Share
@@ -30,6 +33,7 @@ class Courier:
         self.receiver = Receiver(self.state, refused or (lambda *_: None))
         self.outbox = self.state.outbox
         self.finished: Exchanged | None = None  # of the last `begin`
+        self._waits_s = math.inf  # when the others are to hear that this peer waits
 
     # --- what the peer itself asks for
 
@@ -43,6 +47,9 @@ class Courier:
         assert round > state.round, (round, state.round)
         state.round, state.open, self.finished = round, True, None
         state.begun_s, state.deadline_s = now, deadline_s
+        state.patient = getattr(mixer, "patient", False)
+        state.overdue = {peer for peer in {*shares, *expected} if now >= state.until(peer)}
+        self._waits_s = now + min(state.limits.retry_s, deadline_s / 10)
         self.sender.begin(shares, now)
         self.receiver.begin(expected, mixer)
         self.sender.cancel_unmet_wants()
@@ -93,12 +100,18 @@ class Courier:
             self.state.told[peer] = header.round, Account(header.index - 1, header.transfer)
         self.state.epochs[peer] = header.epoch
         self.announced(peer, header.round, now)
+        if header.count and header.round == self.state.announced[peer][0]:
+            self.state.waiting.setdefault(peer, now)
 
     def announced(self, peer: PeerId, round: int, now: float) -> None:
         """The peer says that it is at `round`."""
         if round <= self.state.announced.get(peer, (-1, 0.0))[0]:
             return
         self.state.announced[peer] = (round, now)
+        self.state.waiting.pop(peer, None)
+        if self.state.open and round == self.state.round and peer in self.state.overdue:
+            self.state.overdue.discard(peer)
+            self.sender.resume(peer, now)
         if self.state.open and round > self.state.round:
             self.receiver.went_on(peer, round)
             self.sender.found(peer, now)
@@ -147,10 +160,16 @@ class Courier:
         self.receiver.tick(now)
         self.sender.tick(now)
         self._check_end(now)
+        if self.state.open and now >= self._waits_s:
+            self._waits_s = math.inf
+            for peer in [*self.state.announced]:
+                heading = self.heading(Kind.PING, peer, self.state.round)
+                self.outbox.append((peer, msgspec.structs.replace(heading, count=1), ()))
 
     def wake_s(self) -> float:
         """When `tick` has something to do next, unless something happens before; inf: not at all."""
-        return min(self.receiver.wake_s(), self.sender.wake_s())
+        waits_s = self._waits_s if self.state.open else math.inf
+        return min(self.receiver.wake_s(), self.sender.wake_s(), waits_s)
 
     def _check_end(self, now: float) -> None:
         if not self.state.open or self.sender.undecided or not self.receiver.ended():

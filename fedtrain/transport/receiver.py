@@ -90,6 +90,14 @@ class Receiver:
     def ended(self) -> bool:
         """Whether all shares of the exchange have come, or will not."""
         self._mix_on()
+        rest, overdue = self._order[self._head :], self._state.overdue
+        if rest and all(
+            slot.state is Taking.WHOLE or (slot.state is Taking.AWAITED and slot.peer in overdue)
+            for slot in rest
+        ):
+            for slot in rest:
+                if slot.state is Taking.AWAITED:
+                    self._meet(slot, Met.LOST, f"did not finish within {self._state.deadline_s:g} s")
         return self._head == len(self._order)
 
     def ended_as(self, state: Taking) -> dict[PeerId, str]:
@@ -140,6 +148,8 @@ class Receiver:
         state, retry_s = self._state, self._limits.retry_s
         if state.open:
             for slot in self._order[self._head :]:
+                if slot.peer in state.overdue:
+                    continue
                 if slot.state in (Taking.AWAITED, Taking.COMING):  # a whole one waits for its turn alone
                     if now >= state.until(slot.peer):
                         self._meet(slot, Met.LOST, f"did not finish within {state.deadline_s:g} s")
@@ -156,7 +166,8 @@ class Receiver:
     def wake_s(self) -> float:
         """When `tick` has something to do, by the same sums: rounded otherwise, time would stand."""
         rest = self._order[self._head :] if self._state.open else []
-        waiting = [slot for slot in rest if slot.state in (Taking.AWAITED, Taking.COMING)]
+        here = [slot for slot in rest if slot.peer not in self._state.overdue]
+        waiting = [slot for slot in here if slot.state in (Taking.AWAITED, Taking.COMING)]
         times = [self._state.until(slot.peer) for slot in waiting]
         if any(slot.state is Taking.AWAITED for slot in waiting):
             times.append(self._asked_s + self._limits.retry_s)

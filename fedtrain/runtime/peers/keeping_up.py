@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median_high, median_low
 
@@ -14,7 +14,7 @@ from ...arena import Arena
 from ...config import Config
 from ...errors import BadUpdate
 from ...events import Emit, Notice, UpdateRefused
-from ...exchange import PeerId
+from ...exchange import Neighborhood, PeerId
 from ...pki.roster import Roster
 from ...store import AGREED, Checkpoint
 from ...transport.overlay import FEW, turns_of
@@ -110,12 +110,28 @@ async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int)
     return False
 
 
+def meeting(
+    round: int, near: Callable[[int], Neighborhood], progress: Mapping[PeerId, int], rounds: int
+) -> int:
+    """The round that a peer does next: where neighbours of `round` have gone on, theirs, at most one after
+    that of most peers, and the run's last."""
+    most = min(rounds - 1, median_high(progress.values()) + 1) if progress else round
+    while (
+        there := min(max((progress.get(p, round) for p in peers_of(near(round))), default=0), most)
+    ) > round:
+        round = there
+    return round
+
+
+def peers_of(near: Neighborhood) -> set[PeerId]:
+    return {*near.incoming, *near.outgoing}
+
+
 def jump(peer: Peer, model: Arena, round: int) -> None:
     """Go on from the model of others, who are at a later round. A share of a sum stays this peer's, and what
-    it found in its last round, where it came too late for all its neighbours."""
+    it found, where no neighbour has heard of that."""
     if peer.unheard is not None:
         model = write(model.load(), trained_part(model) + peer.unheard, other_parts(model))
-    peer.jumped = peer.unheard is not None
     if peer.pledges is None:
         peer.state = peer.algorithm.init(trained_part(model))
     else:
