@@ -140,6 +140,7 @@ async def _run(
                 pledges = Pledges(folder / name, algorithm)
             model = Arena.zeros(SCHEMA)
             peer = row.peers[name] = Peer(name, algorithm, model, train, neighbors, pledges=pledges)
+
             async def keep_up() -> None:
                 if algorithm.waits:
                     await catch_up(peer, neighbors, lambda event: None, ROUNDS)
@@ -168,7 +169,9 @@ async def _run(
                     quick = near.incoming.keys() - slow.keys()
                     row.due, row.heard = row.due + len(quick), row.heard + len(quick & {*told.heard})
                     row.rounds_s.append(network.now - began)
-                row.counted |= {(other, finished[other]) for other in told.heard if other in finished and other in slow}
+                row.counted |= {
+                    (other, finished[other]) for other in told.heard if other in finished and other in slow
+                }
             done.add(name)
             while len(done) < PEERS or network.now < ends_s + 5 * DEADLINE_S:
                 neighbors.announce(peer.round)

@@ -252,6 +252,7 @@ class LocalNeighbors:
         return self._waiting is not None and not self._waiting.done()
 
     def announce(self, round: int, to: Iterable[PeerId] | None = None) -> None:
+        self.courier.announces(self._network.now)
         for name in self._network.names if to is None else sorted(to):
             if name != self.name:
                 self.courier.outbox.append((name, self.courier.heading(Kind.PING, name, round), ()))

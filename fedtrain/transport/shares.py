@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ class PeerState:
     deadline_s: float = 0.0  # seconds that a peer has for it
     announced: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # a peer's last round, and when
     waiting: dict[PeerId, float] = field(default_factory=dict)  # since when it waits for others in that round
+    own_s: float = math.inf  # this peer's last training
+    slow: set[PeerId] = field(
+        default_factory=set
+    )  # whose last training took half a deadline or more, and twice as long as ours
     patient: bool = False  # the exchange under way needs all of its shares
     overdue: set[PeerId] = field(default_factory=set)  # peers that the exchange under way does not wait for
     reachable: Callable[[PeerId], bool] = lambda peer: True  # whether there is a connection
@@ -55,6 +60,18 @@ class PeerState:
         if round >= self.round or self.patient:
             return max(self.begun_s, at_s) + self.deadline_s
         return self.waiting[peer] + 2 * self.deadline_s if peer in self.waiting else at_s + self.deadline_s
+
+    def waits_for(self, peer: PeerId, now: float) -> bool:
+        """Whether the exchange that begins now waits for the peer: not while a slow one trains."""
+        at = self.announced.get(peer, (self.round, 0.0))[0]
+        training = at <= self.round and peer not in self.waiting
+        return self.patient or not (training and peer in self.slow) and now < self.until(peer)
+
+    def trained(self, peer: PeerId, now: float) -> None:
+        """The training is over that the peer began with its last announcement."""
+        if peer in self.announced and peer not in self.waiting and self.deadline_s:
+            slow = now - self.announced[peer][1] > max(self.deadline_s / 2, 2 * self.own_s)
+            (self.slow.add if slow else self.slow.discard)(peer)
 
     def say(
         self, peer: PeerId, kind: Kind, round: int = 0, transfer: int = 0, index: int = 0, count: int = 0,

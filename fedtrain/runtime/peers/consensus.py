@@ -256,7 +256,7 @@ class Consensus:
         self, number: int, given: Mapping[PeerId, Parcel], expected: Sequence[PeerId], like: Parts
     ) -> dict[PeerId, Parcel]:
         """Give each its parcel; the parcels that came whole, and whose numbers a model may have."""
-        inbox = Inbox({}, like, 2 * self._peer.model.schema.nbytes + (1 << 16))
+        inbox = Inbox({}, like, 2 * self._peer.model.schema.nbytes + (1 << 16), patient=True)
         came = await self._exchange(number, given, expected, inbox)
         parcels = {name: inbox.parcel(name) for name in sorted(came)}
         return {name: one for name, one in parcels.items() if all(map(good, one.parts.values()))}
@@ -267,7 +267,7 @@ class Consensus:
     ) -> Collection[PeerId]:  # fmt: skip
         name = sum_name(at) if at is not None else ""
         return await self._exchange(
-            number, given, expected, Inbox({name: total}, {name: signed(total.total)}, 0)
+            number, given, expected, Inbox({name: total}, {name: signed(total.total)}, 0, patient=True)
         )
 
     async def _exchange(

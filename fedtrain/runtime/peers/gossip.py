@@ -160,7 +160,6 @@ class Peer:
                 if exchange is None and go_on is not None and (later := await go_on()) is not None:
                     near, t, done, answer = later, self.round, True, None
                     moved |= {n: v + (moved[n] - others[n]) for n, v in other_parts(self.model).items()}
-                    self.neighbors.announce(t, near.incoming.keys() | near.outgoing.keys())
                     party.close()
                     party = self.algorithm.round(trained_part(self.model), self.state, near, t)
                 others = moved

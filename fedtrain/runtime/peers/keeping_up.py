@@ -113,13 +113,11 @@ async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int)
 def meeting(
     round: int, near: Callable[[int], Neighborhood], progress: Mapping[PeerId, int], rounds: int
 ) -> int:
-    """The round that a peer does next: where neighbours of `round` have gone on, theirs, at most one after
-    that of most peers, and the run's last."""
-    most = min(rounds - 1, median_high(progress.values()) + 1) if progress else round
-    while (
-        there := min(max((progress.get(p, round) for p in peers_of(near(round))), default=0), most)
-    ) > round:
-        round = there
+    """The round that a peer does next: the first from which none of its neighbours in it has gone on. It is
+    at most BEHIND after that of most peers, and one of the run."""
+    last = min(rounds - 1, median_high(progress.values()) + BEHIND) if progress else round
+    while round < last and any(progress.get(peer, round) > round for peer in peers_of(near(round))):
+        round += 1
     return round
 
 

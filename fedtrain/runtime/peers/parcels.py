@@ -158,13 +158,15 @@ class Inbox:
     def __init__(
         self, blends: Mapping[str, Fold], like: Mapping[str, torch.Tensor], most_bytes: int,
         optional: Collection[str] = (), sums: Collection[str] = (),
-        agreed: Mapping[PeerId, float] | None = None,
+        agreed: Mapping[PeerId, float] | None = None, patient: bool = False,
     ) -> None:  # fmt: skip
         """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
         Parts that are not blended may have `most_bytes` together. `sums`: parts whose sum over all peers
         must stay: they count by their givers' weights, and nothing of a parcel is blended before all of it is
-        here. `agreed`: the weights that givers must have used, where they are in the bytes."""
-        self._agreed = agreed
+        here. `agreed`: the weights that givers must have used, where they are in the bytes. `patient`: all
+        shares are waited for, those of slow peers too, as none counts without the others."""
+        self._agreed, self.patient = agreed, patient
+        self.waits = False  # whether this peer has nothing else to do until they are here
         self._blends, self._most, self._sums, self._whole = blends, most_bytes, sums, bool(sums)
         self._weights: dict[PeerId, float] = {}
         self._like = {name: part for name, part in like.items() if name not in optional}
