@@ -65,7 +65,7 @@ class PeerState:
         """Whether the exchange that begins now waits for the peer: not while a slow one trains."""
         at = self.announced.get(peer, (self.round, 0.0))[0]
         training = at <= self.round and peer not in self.waiting
-        return self.patient or not (training and peer in self.slow) and now < self.until(peer)
+        return self.patient or (now < self.until(peer) and not (training and peer in self.slow))
 
     def trained(self, peer: PeerId, now: float) -> None:
         """The training is over that the peer began with its last announcement."""
