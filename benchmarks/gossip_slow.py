@@ -92,7 +92,7 @@ def pace_of(case: str) -> dict[str, Callable[[int], float]]:
     if case == "every-other":
         return {"3": lambda n: 1.5 * DEADLINE_S if n % 2 else 0.5}
     if case == "two-speeds":
-        return {name: lambda n: 0.6 * DEADLINE_S for name in "0246"}
+        return {name: lambda n: 0.6 * DEADLINE_S for name in "0123"}
     return {"3": lambda n: float(case) * DEADLINE_S}
 
 

@@ -364,7 +364,7 @@ def test_real_peers_end_together_with_one_model_that_each_exports(tmp_path):
             assert "stayed at the sites: a, b, c" in card
             assert "## Evaluation at a, on its own data" in card
             (cost,) = v.of("a", "agreed")
-            assert 213 < cost["bytes_out"] < 400  # two models of 160, but for its own block, and digests
+            assert 213 < cost["bytes_out"] < 1500  # two models of 160, but for its own block, and votes
             exported = [load_file(folder / "model.safetensors") for folder in folders]
             assert all(torch.equal(each["w"], exported[0]["w"]) for each in exported)
             assert torch.equal(v.model("a"), v.model("c"))

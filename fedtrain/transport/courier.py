@@ -51,7 +51,8 @@ class Courier:
         state.round, state.open, self.finished = round, True, None
         state.begun_s, state.deadline_s = now, deadline_s
         state.patient = getattr(mixer, "patient", False)
-        state.overdue = {peer for peer in {*shares, *expected} if not state.waits_for(peer, now)}
+        others = {*shares, *expected} - self.receiver.offered_early(round)
+        state.overdue = {peer for peer in others if not state.waits_for(peer, now)}
         self._mixer, self._waits_s = mixer, now + min(state.limits.retry_s, deadline_s / 10)
         self.sender.begin(shares, now)
         self.receiver.begin(expected, mixer)

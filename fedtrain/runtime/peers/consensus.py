@@ -46,6 +46,7 @@ ATTEMPTS = 4  # at one model, each without those who were lost in the one before
 PHASES = 4  # exchanges of an attempt: models, results, votes, which votes came
 EXCHANGES = ATTEMPTS * PHASES + 1  # the last one waits for those who still try
 ENDED = 1 << 24  # the number, from the first exchange on, that says that a peer has the model
+ECHOED = 64  # members up to which each tells all others which votes it got
 PULL_S = 60.0  # for a model to come
 NAMED = 32  # peers that a message names as missing
 
@@ -258,6 +259,8 @@ class Consensus:
     async def _echoed(self, number: int, members: Sequence[PeerId], slow: set[PeerId]) -> set[PeerId]:
         """Add the votes that others got, without those of peers that voted for two models; returns the
         members that most take for slow."""
+        if len(members) > ECHOED:
+            return slow
         told = await self._tell(number + PHASES - 1, members, (self.votes, sorted(slow)))
         self.votes, named = (
             self._checked(number, [self.votes, *(votes for votes, _ in told.values())]),

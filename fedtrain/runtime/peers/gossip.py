@@ -116,6 +116,7 @@ class Peer:
         self.round = checkpoint.round
         if self.pledges is not None:
             self.pledges.go_on(kept)
+            self.round = max(self.round, self.pledges.begun)  # it had gone on to that one
         if self.pairs is not None:
             self.pairs.began = kept.get("began")
         self.state = {n.removeprefix("state/"): v for n, v in kept.items() if n.startswith("state/")}

@@ -115,6 +115,7 @@ def meeting(
 ) -> int:
     """The round that a peer does next: the first from which none of its neighbours in it has gone on. It is
     at most BEHIND after that of most peers, and one of the run."""
+    progress = {peer: at for peer, at in progress.items() if at < rounds}  # the others have ended
     last = min(rounds - 1, median_high(progress.values()) + BEHIND) if progress else round
     while round < last and any(progress.get(peer, round) > round for peer in peers_of(near(round))):
         round += 1

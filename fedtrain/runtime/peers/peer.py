@@ -230,6 +230,7 @@ async def _rounds(
     async def go_on() -> Neighborhood | None:
         before = peer.round
         await _catch_up(journal, peer, neighbors, near_at)
+        peer.round = min(peer.round, config.run.rounds - 1)  # it ends with that, where the others have ended
         if peer.round == before:
             return None
         stall.slow(before, peer.round)

@@ -69,9 +69,14 @@ class Pledges:
             self._begun, self.again = (round, near), False
         return self._begun[1]
 
+    @property
+    def begun(self) -> int:
+        """The round that was begun last; -1: none was."""
+        return -1 if self._begun is None else self._begun[0]
+
     def began(self, round: int) -> bool:
         """Whether a round was begun before a restart: what was given in it may count already."""
-        return self.again and self._begun is not None and self._begun[0] == round
+        return self.again and self.begun == round
 
     def withheld(self, round: int) -> set[PeerId]:
         """The takers that get no share in a round, because they have said nothing about earlier ones."""
