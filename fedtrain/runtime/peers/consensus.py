@@ -322,6 +322,7 @@ class Consensus:
             done += sorted({*self._alive()} - {self._peer.name, *done})
         for name in done:
             taken = await self._pull(name)
+            self._unproven.add(name)
             if taken is None or taken[0] != self.done:
                 continue
             digest, made_of = sha256(taken[1]), taken[2]
@@ -331,7 +332,6 @@ class Consensus:
             if max(sum(voted), len(holders[made])) >= self._voters.need:
                 who = sorted([self._peer.name, *holders[made]])
                 return await self._finished(OneModel(taken[1], digest, who, made_of))
-            self._unproven.add(name)
         return None
 
     async def _finished(self, found: OneModel) -> OneModel:

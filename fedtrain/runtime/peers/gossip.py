@@ -86,6 +86,8 @@ class Peer:
         self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
         self._train, self.neighbors = train, neighbors
         self.sums, self.clip, self.pledges = sums, clip, pledges
+        if pledges is not None:
+            self.round = max(0, pledges.begun)  # where it was killed in one
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it sent it last
         self._now = torch.zeros(2, dtype=torch.float64)  # what this peer measures now
