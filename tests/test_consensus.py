@@ -19,7 +19,7 @@ from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Exchanged, ReceivedShare, Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
-from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
+from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus, Voters
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
 from fedtrain.runtime.peers.keeping_up import reason_to_end
@@ -80,7 +80,9 @@ async def ended(
                 touch(peer)
             if dies and dies[0] == name:
                 mortal(neighbors, *dies[1:])
-            end = Consensus(peer, rounds, arena(schema, 77), lambda: sees(name, up), DEADLINE_S, turns=turns)
+            end = Consensus(
+                peer, rounds, arena(schema, 77), lambda: sees(name, up), DEADLINE_S, Voters(names(n)), turns
+            )
             try:
                 found = await end.run(max(2, fewest(algorithm, bool(sums))))
             except Dies:
@@ -199,7 +201,9 @@ def test_who_comes_when_the_others_have_finished_takes_their_model():
                 peer = Peer(name, algorithm, arena(PLAIN, number), halfway_to(torch.zeros(50)), neighbors)
                 if late:
                     await neighbors.sleep(3 * DEADLINE_S)
-                found = await Consensus(peer, 0, arena(PLAIN, 77), lambda: up, DEADLINE_S).run(2)
+                found = await Consensus(peer, 0, arena(PLAIN, 77), lambda: up, DEADLINE_S, Voters("abc")).run(
+                    2
+                )
                 over.set() if late else await neighbors.sleep(20 * DEADLINE_S)
                 return found
 
@@ -220,7 +224,7 @@ def test_a_share_for_one_who_has_finished_is_refused_at_once():
         async def has(name, number):
             async with network.join(name) as neighbors:
                 peer = Peer(name, algorithm, arena(PLAIN, number), halfway_to(torch.zeros(50)), neighbors)
-                await Consensus(peer, 0, arena(PLAIN, 77), lambda: "ab", DEADLINE_S).run(2)
+                await Consensus(peer, 0, arena(PLAIN, 77), lambda: "ab", DEADLINE_S, Voters("abc")).run(2)
                 await neighbors.sleep(3 * DEADLINE_S)
 
         async def gives():
@@ -270,11 +274,12 @@ def test_who_waits_for_somebody_silent_takes_the_model_of_those_who_have_finishe
     neighbors = Stuck()
     peer = Peer("c", gossip.build("dpsgd", {}), arena(PLAIN, 1), halfway_to(torch.zeros(50)), neighbors)
     alive = ["a", "b", "c", "d", *"efghijk"]
-    end = Consensus(peer, 0, arena(PLAIN, 77), lambda: alive, 1e9, turns=turns, patience_s=0.05)
+    voters = Voters("a")  # whose model comes with the vote that is most of the roster
+    end = Consensus(peer, 0, arena(PLAIN, 77), lambda: alive, 1e9, voters, turns, 0.05)
     found = bounded(end.run(2))
     assert found.digest == sha256(arena(PLAIN, 5))
     assert neighbors.published == end.done
-    assert neighbors.exchanges == 2, "of models and of digests, a turn each"
+    assert neighbors.exchanges == 3, "of models, of votes and of votes that came, a turn each"
 
 
 def test_under_masks_the_last_model_is_the_mean_and_that_of_the_same_sums_without_masks():
@@ -359,7 +364,7 @@ def test_real_peers_end_together_with_one_model_that_each_exports(tmp_path):
             assert "stayed at the sites: a, b, c" in card
             assert "## Evaluation at a, on its own data" in card
             (cost,) = v.of("a", "agreed")
-            assert 213 < cost["bytes_out"] < 400  # two models of 160, but for its own block, and digests
+            assert 213 < cost["bytes_out"] < 1500  # two models of 160, but for its own block, and votes
             exported = [load_file(folder / "model.safetensors") for folder in folders]
             assert all(torch.equal(each["w"], exported[0]["w"]) for each in exported)
             assert torch.equal(v.model("a"), v.model("c"))

@@ -253,7 +253,7 @@ def test_seeded_runs_with_drop_duplicate_reorder_delay_and_crash_conserve_mass_a
 
 def test_a_partition_costs_one_deadline_and_is_forgotten_when_it_is_over():
     def cut(giver, taker, now):
-        return 5 < now < 40 and (giver in "ab") != (taker in "ab")
+        return 5 < now < 18 and (giver in "ab") != (taker in "ab")
 
     async def one(network, name):
         others, went = [n for n in "abcd" if n != name], []
@@ -274,7 +274,7 @@ def test_a_partition_costs_one_deadline_and_is_forgotten_when_it_is_over():
     for name, went in zip("abcd", bounded(main()), strict=True):
         near = next(side for side in ("ab", "cd") if name in side)
         assert any(done.arrived == set(near) - {name} for _, done in went)
-        assert all(done.waited_s <= 20 for _, done in went)
+        assert sum(done.waited_s for _, done in went) <= 11
         assert went[-1][1].arrived == went[-1][1].given == set("abcd") - {name}
 
 

@@ -642,7 +642,7 @@ def test_s16_choco_takes_a_parcel_that_makes_no_sense_as_lost(parts, fields):
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_peer_whose_model_nobody_took_in_time_knows_it(taken):
+def test_a_peer_whose_model_no_neighbour_took_keeps_what_it_found(taken):
     class Others:
         bytes_out = 0
 
@@ -659,8 +659,8 @@ def test_a_peer_whose_model_nobody_took_in_time_knows_it(taken):
         return Update(delta=delta, num_examples=1.0, metrics={})
 
     peer = Peer("0", gossip.build("dpsgd", {}), arena(PLAIN, 0), stay, Others())
-    told = asyncio.run(peer.step(parse("ring").round(3, 0).graph["0"], 10.0))
-    assert told.late is not taken
+    asyncio.run(peer.step(parse("ring").round(3, 0).graph["0"], 10.0))
+    assert (peer.unheard is None) is taken
 
 
 def test_a_run_without_a_round_done_takes_changed_settings(tmp_path, monkeypatch):

@@ -203,7 +203,11 @@ class Journal:
         kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8), AGREED_ROUNDS: rounds}
         made = Checkpoint(max(1, after.round), model, after.state | kept)
         record = self.store.rounds()[-1].record
-        self.store.commit(made, {**record, "models": made_of.models, "of": made_of.of})
+        about: dict[str, Any] = {"models": made_of.models, "of": made_of.of}
+        if made_of.votes:
+            votes = {peer: vote.hex() for peer, vote in made_of.votes.items()}
+            about |= {"attempt": made_of.attempt, "votes": votes}
+        self.store.commit(made, {**record, **about})
         self.emit(events.PeersAgreed(
             round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
             seconds=lap.seconds, **self._moved(),
@@ -213,7 +217,8 @@ class Journal:
     def agreed_of(self) -> MadeOf:
         """Of whose models the one is made that peers agreed on after the last round."""
         record = self.store.rounds()[-1].record
-        return MadeOf(record.get("models", 0), record.get("of", ()))
+        votes = {peer: bytes.fromhex(vote) for peer, vote in record.get("votes", {}).items()}
+        return MadeOf(record.get("models", 0), record.get("of", ()), record.get("attempt", 0), votes)
 
     @staticmethod
     def have_agreed(after: Checkpoint) -> set[SiteId]:

@@ -22,6 +22,10 @@ class MadeOf:
 
     models: int = 0
     of: Sequence[SiteId] = ()
+    attempt: int = 0  # at one model of peers: the number that `votes` are signed with
+    votes: Mapping[SiteId, bytes] = field(
+        default_factory=dict
+    )  # peer -> its signature that it made this model
 
 
 @dataclass(frozen=True)

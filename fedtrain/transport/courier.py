@@ -8,7 +8,10 @@ runs over the network. Shares leave through a `Sender` and come in through a `Re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from ..errors import WireError
 from ..exchange import Account, Exchanged, Mixer, PeerId, Share
@@ -30,6 +33,10 @@ class Courier:
         self.receiver = Receiver(self.state, refused or (lambda *_: None))
         self.outbox = self.state.outbox
         self.finished: Exchanged | None = None  # of the last `begin`
+        self._waits_s = math.inf  # when the others are to hear that this peer waits
+        self._said_s = (
+            self._ready_s
+        ) = -math.inf  # when it announced a round, and when they heard that it waits
 
     # --- what the peer itself asks for
 
@@ -43,6 +50,10 @@ class Courier:
         assert round > state.round, (round, state.round)
         state.round, state.open, self.finished = round, True, None
         state.begun_s, state.deadline_s = now, deadline_s
+        state.patient = getattr(mixer, "patient", False)
+        others = {*shares, *expected} - self.receiver.offered_early(round)
+        state.overdue = {peer for peer in others if not state.waits_for(peer, now)}
+        self._mixer, self._waits_s = mixer, now + min(state.limits.retry_s, deadline_s / 10)
         self.sender.begin(shares, now)
         self.receiver.begin(expected, mixer)
         self.sender.cancel_unmet_wants()
@@ -53,6 +64,11 @@ class Courier:
         self.receiver.stop("the exchange was stopped here")
         self.sender.stop("the exchange was stopped here", now)
         self._check_end(now)
+
+    def announces(self, now: float) -> None:
+        """This peer begins with a round."""
+        self.state.own_s = max(self._ready_s - self._said_s, 0.0) or now - self._said_s
+        self._said_s, self._ready_s = now, -math.inf
 
     def post(self, round: int, shares: Mapping[PeerId, Share], answers: bool, now: float) -> list[PeerId]:
         """Returns the peers that are dead, to whom nothing goes."""
@@ -93,16 +109,42 @@ class Courier:
             self.state.told[peer] = header.round, Account(header.index - 1, header.transfer)
         self.state.epochs[peer] = header.epoch
         self.announced(peer, header.round, now)
+        if header.count and header.round == self.state.announced[peer][0]:
+            self.state.trained(peer, now)
+            self.state.waiting.setdefault(peer, now)
+            self._wait_again(peer, now)
 
     def announced(self, peer: PeerId, round: int, now: float) -> None:
         """The peer says that it is at `round`."""
         if round <= self.state.announced.get(peer, (-1, 0.0))[0]:
             return
+        self.state.trained(peer, now)
         self.state.announced[peer] = (round, now)
+        self.state.waiting.pop(peer, None)
+        if peer not in self.state.slow:
+            self._wait_again(peer, now)
         if self.state.open and round > self.state.round:
             self.receiver.went_on(peer, round)
             self.sender.found(peer, now)
             self._check_end(now)
+
+    def _here(self, peer: PeerId, round: int, now: float) -> None:
+        """The peer exchanges shares in `round`. What it never announced it has trained for."""
+        new = round > self.state.announced.get(peer, (-1, 0.0))[0]
+        self.announced(peer, round, now)
+        if new:
+            self.state.waiting[peer] = now
+        self._wait_again(peer, now)
+
+    def _wait_again(self, peer: PeerId, now: float) -> None:
+        """The exchange under way waits for a peer that was overdue, and is in this round now."""
+        if (
+            self.state.open
+            and peer in self.state.overdue
+            and self.state.announced[peer][0] == self.state.round
+        ):
+            self.state.overdue.discard(peer)
+            self.sender.resume(peer, now)
 
     @property
     def progress(self) -> dict[PeerId, int]:
@@ -124,7 +166,7 @@ class Courier:
             case Kind.ACK | Kind.NACK:
                 self.sender.credited(peer, header, now)
             case Kind.OFFER:
-                self.announced(peer, header.round, now)
+                self._here(peer, header.round, now)
                 self.receiver.offered(peer, header, parts)
             case Kind.REFUSE if header.transfer == 0:
                 self.receiver.pull_refused(peer)
@@ -133,6 +175,7 @@ class Courier:
             case Kind.CANCEL:
                 self.receiver.cancelled(peer, header)
             case Kind.WANT:
+                self._here(peer, header.round, now)
                 self.sender.wanted(peer, header)
             case Kind.POST | Kind.ANSWER | Kind.STATE:
                 self.receiver.unscheduled(peer, header, body)
@@ -147,10 +190,18 @@ class Courier:
         self.receiver.tick(now)
         self.sender.tick(now)
         self._check_end(now)
+        if self.state.open and now >= self._waits_s:
+            waits = getattr(self._mixer, "waits", True)
+            self._waits_s = math.inf if waits else now + self.state.limits.retry_s
+            self._ready_s = now if waits else self._ready_s
+            for peer in [*self.state.announced] if waits else ():
+                heading = self.heading(Kind.PING, peer, self.state.round)
+                self.outbox.append((peer, msgspec.structs.replace(heading, count=1), ()))
 
     def wake_s(self) -> float:
         """When `tick` has something to do next, unless something happens before; inf: not at all."""
-        return min(self.receiver.wake_s(), self.sender.wake_s())
+        waits_s = self._waits_s if self.state.open else math.inf
+        return min(self.receiver.wake_s(), self.sender.wake_s(), waits_s)
 
     def _check_end(self, now: float) -> None:
         if not self.state.open or self.sender.undecided or not self.receiver.ended():

@@ -231,9 +231,7 @@ class LocalNeighbors:
         self.name, self._network = name, network
         first = int.from_bytes(f"{name}{network.now}".encode()[-4:], "little")
         self.courier = Courier(network.limits, first_transfer=first)
-        self._waiting: asyncio.Future[None] | None = None
-        self._over: Callable[[], bool] = lambda: False
-        self._until_s = math.inf
+        self._waits: dict[asyncio.Future[None], tuple[Callable[[], bool], float]] = {}  # over, or until when
         self._wake_s: float | None = None
         self._heard: Callable[[ReceivedShare], None] | None = None
         self.on_lost: Callable[[PeerId], None] = lambda peer: None
@@ -248,9 +246,10 @@ class LocalNeighbors:
 
     @property
     def waits(self) -> bool:
-        return self._waiting is not None and not self._waiting.done()
+        return bool(self._waits) and not any(wait.done() for wait in self._waits)
 
     def announce(self, round: int, to: Iterable[PeerId] | None = None) -> None:
+        self.courier.announces(self._network.now)
         for name in self._network.names if to is None else sorted(to):
             if name != self.name:
                 self.courier.outbox.append((name, self.courier.heading(Kind.PING, name, round), ()))
@@ -306,15 +305,18 @@ class LocalNeighbors:
 
     async def _wait(self, over: Callable[[], bool], timeout_s: float = math.inf) -> bool:
         """Until `over()`, or the time is up; says which."""
-        self._over, self._until_s = over, self._network.now + timeout_s
-        self._waiting = asyncio.get_running_loop().create_future()
+        wait: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits[wait] = over, self._network.now + timeout_s
         self._network.waiting.add(self.name)
         self._network.touched(self)
         try:
-            await self._waiting
+            await wait
         finally:
-            self._waiting = None
+            del self._waits[wait]
             self._network.waiting.discard(self.name)
+            if self._waits:  # it trains on while its exchange is over
+                self._network.waiting.add(self.name)
+                self._network.touched(self)
         return over()
 
     def hear(self) -> None:
@@ -324,18 +326,21 @@ class LocalNeighbors:
 
     def wake(self) -> None:
         self._wake_s = None
-        if self.waits and (self._over() or self._network.now >= self._until_s):
-            assert self._waiting is not None
-            self._waiting.set_result(None)
+        for wait, (over, until_s) in self._waits.items():
+            if not wait.done() and (over() or self._network.now >= until_s):
+                wait.set_result(None)
+        if not self.waits:
             self._network.waiting.discard(self.name)
 
     def wake_s(self) -> float:
         """When it has something to do without being touched; asked far more often than it changes."""
         if self._wake_s is None:
-            self._wake_s = min(self._until_s, self.courier.wake_s()) if self.waits else math.inf
+            until_s = min((until_s for _, until_s in self._waits.values()), default=math.inf)
+            self._wake_s = min(until_s, self.courier.wake_s()) if self.waits else math.inf
         return self._wake_s
 
     def fail(self, error: ConnectError) -> None:
-        if self._waiting and not self._waiting.done():
-            self._waiting.set_exception(error)
-            self._network.waiting.discard(self.name)
+        for wait in self._waits:
+            if not wait.done():
+                wait.set_exception(error)
+        self._network.waiting.discard(self.name)

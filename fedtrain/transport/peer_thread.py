@@ -145,6 +145,7 @@ class PeerThread:
 
     def announce(self, round: int) -> None:
         self._round = max(round, self._round)
+        self.courier.announces(time.monotonic())
         for link in [each for each in self.links if each.up]:
             self._say(link, self.courier.heading(Kind.PING, link.peer, round))
 

@@ -84,6 +84,10 @@ class Receiver:
         for peer, (header, parts) in early.items():
             self.offered(peer, header, parts)
 
+    def offered_early(self, round: int) -> set[PeerId]:
+        """The peers that have offered their share of a round to come."""
+        return {peer for peer, (header, _) in self._early.items() if header.round == round}
+
     def stop(self, why: str) -> None:
         """Take no more in this exchange."""
         for slot in self._slots.values():
@@ -92,6 +96,11 @@ class Receiver:
     def ended(self) -> bool:
         """Whether all shares of the exchange have come, or will not."""
         self._mix_on()
+        rest = [slot for slot in self._order[self._head :] if not slot.state.over]
+        overdue = [s for s in rest if s.state is Taking.AWAITED and s.peer in self._state.overdue]
+        if all(slot in overdue or slot.state is Taking.WHOLE for slot in rest):
+            for slot in overdue:
+                self._meet(slot, Met.LOST, f"did not finish within {self._state.deadline_s:g} s")
         return self._head == len(self._order)
 
     def ended_as(self, state: Taking) -> dict[PeerId, str]:
@@ -142,6 +151,8 @@ class Receiver:
         state, retry_s = self._state, self._limits.retry_s
         if state.open:
             for slot in self._order[self._head :]:
+                if slot.state is Taking.AWAITED and slot.peer in state.overdue:
+                    continue
                 if slot.state in (Taking.AWAITED, Taking.COMING):  # a whole one waits for its turn alone
                     if now >= state.until(slot.peer):
                         self._meet(slot, Met.LOST, f"did not finish within {state.deadline_s:g} s")
@@ -158,7 +169,11 @@ class Receiver:
     def wake_s(self) -> float:
         """When `tick` has something to do, by the same sums: rounded otherwise, time would stand."""
         rest = self._order[self._head :] if self._state.open else []
-        waiting = [slot for slot in rest if slot.state in (Taking.AWAITED, Taking.COMING)]
+        waiting = [
+            slot for slot in rest
+            if slot.state is Taking.COMING
+            or (slot.state is Taking.AWAITED and slot.peer not in self._state.overdue)
+        ]  # fmt: skip
         times = [self._state.until(slot.peer) for slot in waiting]
         if any(slot.state is Taking.AWAITED for slot in waiting):
             times.append(self._asked_s + self._limits.retry_s)

@@ -52,12 +52,18 @@ class Sender:
         """Offer the shares of an exchange."""
         round, dead = self._state.round, self._state.dead
         self._out = {peer: self._outgoing(peer, Kind.OFFER, round, s, now) for peer, s in shares.items()}
-        self.undecided = set(self._out)
+        self.undecided = self._out.keys() - self._state.overdue
         for out in self._out.values():
             if out.peer in dead:
                 self._hear(out, Heard.GONE, now, dead[out.peer])
-            else:
+            elif out.peer in self.undecided:
                 self._offer(out, now)
+
+    def resume(self, peer: PeerId, now: float) -> None:
+        """Offer its share to a peer that was overdue, and is in this round now."""
+        if peer in self._out:
+            self.undecided.add(peer)
+        self.found(peer, now)
 
     def cancel_unmet_wants(self) -> None:
         """Tell peers that expected a share in this exchange, or in an earlier one, that there is none."""
@@ -74,7 +80,9 @@ class Sender:
 
     def ended(self, state: Giving) -> dict[PeerId, str]:
         """The takers whose share of the exchange came to this, each with the reason."""
-        return {peer: out.why for peer, out in self._out.items() if out.state is state}
+        ends = {peer: out.why for peer, out in self._out.items() if out.state is state}
+        behind = dict.fromkeys(self._out.keys() & self._state.overdue, "is behind")
+        return ends | behind if state is Giving.KEPT else ends
 
     def post(self, peer: PeerId, kind: Kind, round: int, share: Share, now: float) -> None:
         """Outside of an exchange, one transfer at a time to a peer: what is on its way arrives, what waits
@@ -222,7 +230,7 @@ class Sender:
         if not self._state.open:
             return []
         found = self._out.values() if peer is None else filter(None, [self._out.get(peer)])
-        return [out for out in found if not out.state.over]
+        return [out for out in found if not out.state.over and out.peer not in self._state.overdue]
 
     def _transfer(self, peer: PeerId, header: Header) -> Outgoing | None:
         """The share that an answer is about; None when it is over, as answers cross on the way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,17 +40,38 @@ class PeerState:
     begun_s: float = 0.0  # when it began
     deadline_s: float = 0.0  # seconds that a peer has for it
     announced: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # a peer's last round, and when
+    waiting: dict[PeerId, float] = field(default_factory=dict)  # since when it waits for others in that round
+    own_s: float = math.inf  # this peer's last training
+    slow: set[PeerId] = field(
+        default_factory=set
+    )  # whose last training took half a deadline or more, and twice as long as ours
+    patient: bool = False  # the exchange under way needs all of its shares
+    overdue: set[PeerId] = field(default_factory=set)  # peers that the exchange under way does not wait for
     reachable: Callable[[PeerId], bool] = lambda peer: True  # whether there is a connection
     dead: dict[PeerId, str] = field(default_factory=dict)  # why each dead peer is so
     counted: Mapping[PeerId, Account] = field(default_factory=dict)  # of each giver, by our last commit
     told: dict[PeerId, tuple[int, Account]] = field(default_factory=dict)  # by each taker, as in Neighbors
 
     def until(self, peer: PeerId) -> float:
-        """A peer's deadline. It counts from when the peer announced this round, or the round before, if that
-        is after our start."""
-        round, at_s = self.announced.get(peer, (-1, 0.0))
-        late = round in (self.round - 1, self.round)
-        return (max(self.begun_s, at_s) if late else self.begun_s) + self.deadline_s
+        """A peer's deadline. It counts from our start, or from when the peer announced this round. A peer
+        in an earlier round has it from its announcement of that round on, for its training; and twice as
+        much from when it said that it waits for others there, so that one slow peer parts no two others."""
+        round, at_s = self.announced.get(peer, (self.round, self.begun_s))
+        if round >= self.round or self.patient:
+            return max(self.begun_s, at_s) + self.deadline_s
+        return self.waiting[peer] + 2 * self.deadline_s if peer in self.waiting else at_s + self.deadline_s
+
+    def waits_for(self, peer: PeerId, now: float) -> bool:
+        """Whether the exchange that begins now waits for the peer: not while a slow one trains."""
+        at = self.announced.get(peer, (self.round, 0.0))[0]
+        training = at <= self.round and peer not in self.waiting
+        return self.patient or (now < self.until(peer) and not (training and peer in self.slow))
+
+    def trained(self, peer: PeerId, now: float) -> None:
+        """The training is over that the peer began with its last announcement."""
+        if peer in self.announced and peer not in self.waiting and self.deadline_s:
+            slow = now - self.announced[peer][1] > max(self.deadline_s / 2, 2 * self.own_s)
+            (self.slow.add if slow else self.slow.discard)(peer)
 
     def say(
         self, peer: PeerId, kind: Kind, round: int = 0, transfer: int = 0, index: int = 0, count: int = 0,

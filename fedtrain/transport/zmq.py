@@ -45,7 +45,7 @@ class ZmqNeighbors:
         local = LocalPeer(me, curve, sign, roster, stamp)
         self._make = functools.partial(PeerThread, local, settings, greeting, welcome, self._guarded(emit))
         self._witness = witness
-        self.me, self._listen, self.port = me, listen, 0
+        self.me, self._listen, self.port, self.sign = me, listen, 0, sign
         self._posted: dict[tuple[PeerId, Kind], ReceivedShare] = {}
         self._heard: Callable[[ReceivedShare], None] | None = None
         self._lost: Callable[[PeerId], None] = lambda peer: None

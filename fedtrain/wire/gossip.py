@@ -42,7 +42,7 @@ from ..errors import WireError
 from .frames import CHUNK_BYTES
 
 MAGIC = b"FTGP"
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 64
 NOTE_BYTES = 4096  # the longest note of an offer
 TEXT_BYTES = 64 << 10  # the longest body of a HELLO, MEMBERS, PING ...: of all but offers and chunks

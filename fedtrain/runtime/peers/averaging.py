@@ -73,6 +73,7 @@ class Averaging:
     async def received(self) -> Received:
         """The parcels that came. A neighbour that did not get ours is left out, unless its own is mixed."""
         assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
+        self._inbox.waits = True
         exchanged = await self._under_way
         self.missing, self.counted = dict(exchanged.missing), exchanged.arrived
         self.late = bool(exchanged.kept) and not exchanged.given and not exchanged.unsure
@@ -132,7 +133,7 @@ class Summing(Averaging):
         self._sum = RingSum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
         part = "" if own is None else sum_name(own)
         like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
-        self._inbox = Inbox({part: self._sum}, like, 0, agreed=near.incoming)
+        self._inbox = Inbox({part: self._sum}, like, 0, agreed=near.incoming, patient=True)
         self._under_way = asyncio.ensure_future(
             peer.neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
         )
@@ -140,6 +141,7 @@ class Summing(Averaging):
     async def received(self) -> Received:
         """No single parcel. When a sender is missing, all shares return to this peer."""
         assert self._under_way is not None
+        self._inbox.waits = True
         exchanged = await self._under_way
         self.missing = dict(exchanged.missing)
         self.late = bool(exchanged.kept) and not exchanged.given and not exchanged.unsure

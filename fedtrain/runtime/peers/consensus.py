@@ -3,7 +3,11 @@
 Without a robust rule the model is cut into blocks, and each block has a root: all send the root their block,
 the root adds them up in the order of names, and gives everybody the result. So each peer sends two models,
 whatever the number of peers, and one place decides each bit. With a robust rule every peer gets every
-model and applies the rule itself, so that no peer has the last word. At last all tell each other the digest.
+model and applies the rule itself, so that no peer has the last word.
+
+Then each peer signs the digest of the model that it made, its vote, and tells it to all; and all tell each
+other which votes they got, so that a peer that votes for two models is found out. A model counts that most
+of the roster have voted for. It comes with these votes: a peer that was away takes it from any one other.
 Many peers turn to a few others at a time, in an order that is the same at both ends.
 """
 
@@ -11,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ...arena import Arena
 from ...errors import BadUpdate, SecAggError
@@ -36,11 +43,52 @@ if TYPE_CHECKING:
     Parts = Mapping[str, Vector]  # of a model: "x", all that is trained, and the parts that are averaged
 
 ATTEMPTS = 4  # at one model, each without those who were lost in the one before
-PHASES = 3  # exchanges of an attempt: models, results, digests
+PHASES = 4  # exchanges of an attempt: models, results, votes, which votes came
 EXCHANGES = ATTEMPTS * PHASES + 1  # the last one waits for those who still try
 ENDED = 1 << 24  # the number, from the first exchange on, that says that a peer has the model
+ECHOED = 64  # members up to which each tells all others which votes it got
 PULL_S = 60.0  # for a model to come
 NAMED = 32  # peers that a message names as missing
+
+
+@dataclass(frozen=True)
+class Voters:
+    """The roster, and how its peers sign."""
+
+    names: Collection[PeerId]
+    sign: Callable[[bytes], bytes] = lambda message: b""
+    proves: Callable[[PeerId, bytes, bytes], bool] = lambda peer, message, signature: not signature
+    is_called: Callable[[PeerId], bool] = lambda peer: True  # whether all can reach it
+    run: str = ""
+
+    @property
+    def need(self) -> int:
+        """Votes that are most of the roster."""
+        return len(self.names) // 2 + 1
+
+    def made(self, digest: str, made_of: MadeOf) -> str:
+        """What peers vote for: a model, by its digest, and of whose models it is made."""
+        return hashlib.sha256("\n".join([digest, *made_of.of]).encode()).hexdigest()
+
+    def message(self, number: int, made: str) -> bytes:
+        """What they sign in the attempt that begins with the exchange `number`."""
+        return f"fedtrain one model\n{self.run}\n{number}\n{made}".encode()
+
+    def voted(self, peer: PeerId, number: int, made: str, vote: bytes) -> bool:
+        return peer in self.names and self.proves(peer, self.message(number, made), vote)
+
+    def check(self, made_of: MadeOf) -> None:
+        """BadUpdate where a model is said to be made of more than the roster has."""
+        if not {*made_of.of} <= {*self.names} or made_of.models > len(self.names):
+            raise BadUpdate(
+                f"it is said to be of {made_of.models} models, of {', '.join(made_of.of[:NAMED])}"
+            )
+
+
+Votes = dict[PeerId, tuple[str, bytes]]  # peer -> what it voted for, and its signature
+VOTES: msgspec.msgpack.Decoder[tuple[Votes, list[PeerId]]] = msgspec.msgpack.Decoder(
+    tuple[Votes, list[PeerId]]
+)
 
 
 @dataclass(frozen=True)
@@ -58,43 +106,51 @@ class Consensus:
 
     def __init__(
         self, peer: Peer, first: int, initial: Arena, alive: Callable[[], Collection[PeerId]],
-        deadline_s: float, roots: Callable[[PeerId], bool] = lambda peer: True, turns: int = 1,
-        patience_s: float | None = None,
+        deadline_s: float, voters: Voters, turns: int = 1, patience_s: float | None = None,
     ) -> None:  # fmt: skip
         """`first`: the number of the first exchange, after those of all rounds. `initial`: the run's first
-        model, which has the parts that never travel. `roots`: whether everybody can reach a peer. `turns`:
-        in how many a peer turns to all others, the same at all peers. `patience_s`: for which an exchange
-        may go on once others have the model; None: to its end."""
+        model, which has the parts that never travel. `turns`: in how many a peer turns to all others, the
+        same at all peers. `patience_s`: for which an exchange may go on once others have the model; None: to
+        its end."""
         self._peer, self._first, self._initial, self._alive = peer, first, initial, alive
-        self._deadline_s, self._roots, self._neighbors = deadline_s, roots, peer.neighbors
+        self._deadline_s, self._voters, self._neighbors = deadline_s, voters, peer.neighbors
         self._turns, self._patience_s = turns, patience_s
         self._members: Sequence[PeerId] = ()
         self._made_of = MadeOf()  # the model that this peer made
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
+        self.votes: Votes = {}  # of the last attempt
+        self._unproven = set[PeerId]()  # who said to have the model, and gave none that most voted for
 
     @property
     def done(self) -> int:
         """What a peer announces as its round once it has the model."""
         return self._first + ENDED
 
+    def parties(self) -> dict[str, list[PeerId]]:
+        """By what it is: which model each peer made, in the last attempt."""
+        found: dict[str, list[PeerId]] = defaultdict(list)
+        for name, (made, _) in sorted(self.votes.items()):
+            found[made].append(name)
+        return found
+
     async def run(self, least: int) -> OneModel | None:
-        """The model that at least so many agree on; None when they can't, and `lost` says who was missing."""
+        """The model that most of the roster agree on; None when they can't, and `lost` says who was missing,
+        `votes` what each made. `least`: as many as a rule or masks need."""
         slow: set[PeerId] = set()
         for number in range(self._first, self._first + ATTEMPTS * PHASES, PHASES):
             if (found := await self._of_the_others()) is not None:
                 return found
             members = sorted({*self._alive(), self._peer.name} - slow)
-            if len(members) < least:
+            if len(members) < max(least, self._voters.need):
                 break
             self._members = members
             model = await (self._by_blocks if self.rule is None else self._by_rule)(number, members)
             if model is not None:
-                self._neighbors.publish(number + PHASES - 1, share_of_model(model, self._made_of))
-            digests, named = await self._told(number + PHASES - 1, members, model)
-            need = 1 if self.rule is None else len(members) // 2 + 1
-            if (found := await self._settle(model, digests, need)) is not None:
+                self._neighbors.publish(number + PHASES - 2, share_of_model(model, self._made_of))
+            self.votes, silent = await self._told(number, members, model)
+            slow |= await self._echoed(number, members, silent)
+            if (found := await self._settle(number, model)) is not None:
                 return await self._finished(found)
-            slow |= {name for name, times in named.items() if 2 * times > 1 + len(digests)}
         others = sorted(self._neighbors.progress().keys() & {*self._alive()})
         self._neighbors.announce(self.done - 1)
         inbox = Inbox({}, {}, 0)  # nothing comes: it is over when they have gone on
@@ -106,7 +162,7 @@ class Consensus:
     async def _by_blocks(self, number: int, members: Sequence[PeerId]) -> Arena | None:
         """The mean by mass, each block of which its root decides; None where a block is missing."""
         me, others = self._peer.name, [name for name in members if name != self._peer.name]
-        roots = [name for name in members if self._roots(name)] or list(members)
+        roots = [name for name in members if self._voters.is_called(name)] or list(members)
         blocks = [blocks_of(part, len(roots)) for part in self._parts.values()]
         of_root = {root: dict(zip(self._parts, each, strict=True))
                    for root, each in zip(roots, zip(*blocks, strict=True), strict=True)}  # fmt: skip
@@ -186,53 +242,96 @@ class Consensus:
 
     async def _told(
         self, number: int, members: Sequence[PeerId], model: Arena | None
-    ) -> tuple[dict[PeerId, str], Counter[PeerId]]:
-        """Each member's digest, "" where it has no model; and how many missed each peer."""
+    ) -> tuple[Votes, set[PeerId]]:
+        """Each member's vote, this peer's among them; and the members that most did not hear of."""
+        mine: Votes = {}
+        if model is not None:
+            made = self._voters.made(sha256(model), self._made_of)
+            mine[self._peer.name] = made, self._voters.sign(self._voters.message(number, made))
+        told = await self._tell(number + PHASES - 2, members, (mine, self._silent[:NAMED]))
+        named = Counter(self._silent)
+        for _, missed in told.values():
+            named.update({*missed})
+        slow = {name for name, times in named.items() if 2 * times > 1 + len(told.keys() - {name})}
+        own = {name: {name: votes[name]} for name, (votes, _) in told.items() if name in votes}
+        return self._checked(number, [mine, *own.values()]), slow
+
+    async def _echoed(self, number: int, members: Sequence[PeerId], slow: set[PeerId]) -> set[PeerId]:
+        """Add the votes that others got, without those of peers that voted for two models; returns the
+        members that most take for slow."""
+        if len(members) > ECHOED:
+            return slow
+        told = await self._tell(number + PHASES - 1, members, (self.votes, sorted(slow)))
+        self.votes, named = (
+            self._checked(number, [self.votes, *(votes for votes, _ in told.values())]),
+            Counter(slow),
+        )
+        for _, theirs in told.values():
+            named.update({*theirs})
+        return {name for name, times in named.items() if 2 * times > 1 + len(told)}
+
+    def _checked(self, number: int, told: Sequence[Votes]) -> Votes:
+        """The votes of this attempt that bear a peer's signature, of peers that voted for one model."""
+        found: dict[PeerId, dict[str, bytes]] = defaultdict(dict)
+        for votes in told:
+            for name, (made, vote) in votes.items():
+                if made not in found[name] and self._voters.voted(name, number, made, vote):
+                    found[name][made] = vote
+        self.lost |= {name: "voted for two models" for name, theirs in found.items() if len(theirs) > 1}
+        return {name: next(iter(theirs.items())) for name, theirs in found.items() if len(theirs) == 1}
+
+    async def _tell(
+        self, number: int, members: Sequence[PeerId], what: tuple[Votes, Sequence[PeerId]]
+    ) -> dict[PeerId, tuple[Votes, list[PeerId]]]:
+        """Give all members some votes and names, and return theirs."""
         import torch
 
-        mine = bytes(32) if model is None else bytes.fromhex(sha256(model))
-        digest = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        missed = self._silent[:NAMED]
-        parcel = Parcel({"digest": digest}, {f"missing/{name}": 1.0 for name in missed})
+        part = torch.frombuffer(bytearray(msgspec.msgpack.encode(what)), dtype=torch.uint8)
         others = [name for name in members if name != self._peer.name]
-        came = await self._swap(number, dict.fromkeys(others, parcel), others, {"digest": digest})
-        named = Counter(missed)
-        for heard in came.values():
-            named.update(at.removeprefix("missing/") for at in heard.fields if at.startswith("missing/"))
-        told = {name: bytes(heard.parts["digest"].tolist()) for name, heard in came.items()}
-        return {name: digest.hex() if any(digest) else "" for name, digest in told.items()}, named
+        came = await self._swap(number, dict.fromkeys(others, Parcel({"told": part})), others, {"told": part})
+        told = dict[PeerId, tuple[Votes, list[PeerId]]]()
+        for name, heard in came.items():
+            with suppress(msgspec.DecodeError, KeyError):
+                told[name] = VOTES.decode(bytes(heard.parts["told"].numpy()))
+        return told
 
-    async def _settle(self, model: Arena | None, digests: Mapping[PeerId, str], need: int) -> OneModel | None:
-        """The model that enough have: our own, or else that of one of them."""
-        mine = sha256(model) if model is not None else ""
-        votes = Counter(digest for digest in (mine, *digests.values()) if digest)
-        enough = sorted((digest for digest in votes if votes[digest] >= need), key=lambda d: (-votes[d], d))
-        for digest in [mine] if mine in enough else enough:
-            holders = sorted(name for name, theirs in digests.items() if theirs == digest)
-            if digest == mine and model is not None:
-                return OneModel(model, digest, sorted([self._peer.name, *holders]), self._made_of)
-            for holder in holders:
-                taken = await self._pull(holder)
-                if taken is not None and sha256(taken[1]) == digest:
-                    return OneModel(taken[1], digest, sorted([self._peer.name, *holders]), taken[2])
+    async def _settle(self, number: int, model: Arena | None) -> OneModel | None:
+        """The model that most of the roster voted for: this peer's own, or else that of one of them."""
+        counts = Counter(made for made, _ in self.votes.values())
+        made, times = counts.most_common(1)[0] if counts else ("", 0)
+        if times < self._voters.need:
+            return None
+        voted = {name: vote for name, (theirs, vote) in sorted(self.votes.items()) if theirs == made}
+        proof = dict([*voted.items()][: self._voters.need])
+        who = sorted({self._peer.name, *voted})
+        if self._peer.name in voted and model is not None:
+            return OneModel(model, sha256(model), who, replace(self._made_of, attempt=number, votes=proof))
+        for holder in voted:
+            taken = await self._pull(holder)
+            if taken is not None and self._voters.made(sha256(taken[1]), taken[2]) == made:
+                return OneModel(
+                    taken[1], sha256(taken[1]), who, replace(taken[2], attempt=number, votes=proof)
+                )
         return None
 
     async def _of_the_others(self) -> OneModel | None:
-        """The model of those who have finished: of one, or, with a rule, the same from most who are here."""
+        """The model of those who have finished: with the votes of most of the roster, or from so many."""
         done = [name for name, number in sorted(self._neighbors.progress().items()) if number == self.done]
-        need = 1 if self.rule is None else len({*self._alive(), self._peer.name}) // 2 + 1
         holders: dict[str, list[PeerId]] = {}
         if done and self._turns > 1:  # more than those who are near may have finished
             done += sorted({*self._alive()} - {self._peer.name, *done})
-        for name in done if len(done) >= need else ():
+        for name in done:
             taken = await self._pull(name)
+            self._unproven.add(name)
             if taken is None or taken[0] != self.done:
                 continue
-            digest = sha256(taken[1])
-            holders.setdefault(digest, []).append(name)
-            if len(holders[digest]) >= need:
-                who = sorted([self._peer.name, *holders[digest]])
-                return await self._finished(OneModel(taken[1], digest, who, taken[2]))
+            digest, made_of = sha256(taken[1]), taken[2]
+            made = self._voters.made(digest, made_of)
+            holders.setdefault(made, []).append(name)
+            voted = [self._voters.voted(p, made_of.attempt, made, v) for p, v in made_of.votes.items()]
+            if max(sum(voted), len(holders[made])) >= self._voters.need:
+                who = sorted([self._peer.name, *holders[made]])
+                return await self._finished(OneModel(taken[1], digest, who, made_of))
         return None
 
     async def _finished(self, found: OneModel) -> OneModel:
@@ -256,7 +355,8 @@ class Consensus:
         self, number: int, given: Mapping[PeerId, Parcel], expected: Sequence[PeerId], like: Parts
     ) -> dict[PeerId, Parcel]:
         """Give each its parcel; the parcels that came whole, and whose numbers a model may have."""
-        inbox = Inbox({}, like, 2 * self._peer.model.schema.nbytes + (1 << 16))
+        most = 2 * self._peer.model.schema.nbytes + (1 << 16) + 256 * len(self._members)
+        inbox = Inbox({}, like, most, like.keys() & {"told"}, patient=True)
         came = await self._exchange(number, given, expected, inbox)
         parcels = {name: inbox.parcel(name) for name in sorted(came)}
         return {name: one for name, one in parcels.items() if all(map(good, one.parts.values()))}
@@ -267,7 +367,7 @@ class Consensus:
     ) -> Collection[PeerId]:  # fmt: skip
         name = sum_name(at) if at is not None else ""
         return await self._exchange(
-            number, given, expected, Inbox({name: total}, {name: signed(total.total)}, 0)
+            number, given, expected, Inbox({name: total}, {name: signed(total.total)}, 0, patient=True)
         )
 
     async def _exchange(
@@ -295,7 +395,8 @@ class Consensus:
 
     def _is_over(self) -> bool:
         """Whether one of those who are near has the model: it stays for a while only, to give it."""
-        return self.rule is None and self.done in self._neighbors.progress().values()
+        done = {name for name, number in self._neighbors.progress().items() if number == self.done}
+        return self.rule is None and bool(done - self._unproven)
 
     async def _unless_over(self, exchange: Coroutine[Any, Any, Exchanged]) -> Exchanged:
         """How it went; nothing came where it still waits for somebody when others have the model."""
@@ -314,7 +415,8 @@ class Consensus:
         if (letter := await self._neighbors.pull(peer, PULL_S)) is None:
             return None
         try:
-            return letter.round, state_of(letter, self._peer.model.schema).load(), made_of(letter)
+            self._voters.check(of := made_of(letter))
+            return letter.round, state_of(letter, self._peer.model.schema).load(), of
         except BadUpdate as e:
             self.lost[peer] = f"its model: {e}"
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from ...arena import Arena
 from ...exchange import Neighborhood, Neighbors, PeerId
 from ...gossip import Algorithm, Judged, LocalSteps, Receive, Received, Ruled, Send, rules
 from ...gossip.adpsgd import ADPSGD
-from ...gossip.dpsgd import DPSGD
 from ...messages import Metrics, Update, averages
 from ...secagg.peer_sums import PeerSums
 from ...store import Checkpoint
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, Any]
 
 Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
+GoOn = Callable[[], Awaitable[Neighborhood | None]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class RoundReport:
     heard: Collection[PeerId] = ()  # in-neighbours whose model is in what this peer has now
     clipped: int = 0  # coordinates beyond gossip.clip, under masks
     judged: Mapping[PeerId, float] = field(default_factory=dict)  # as in gossip.Judged, by a robust rule
-    late: bool = False  # no out-neighbour took this peer's share, and there were some
 
     @property
     def estimates(self) -> dict[str, float]:
@@ -87,12 +86,13 @@ class Peer:
         self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
         self._train, self.neighbors = train, neighbors
         self.sums, self.clip, self.pledges = sums, clip, pledges
+        if pledges is not None:
+            self.round = max(0, pledges.begun)  # where it was killed in one
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it sent it last
         self._now = torch.zeros(2, dtype=torch.float64)  # what this peer measures now
         self._metrics: Metrics = {}
-        self.unheard: Vector | None = None  # what it found in its last round, where no neighbour took that
-        self.jumped = self._late = False  # since its last round it took others' model; in it, it was late
+        self.unheard: Vector | None = None  # what it found, and no neighbour has heard of yet
         self._mailbox = Letters(neighbors, self._robust)
         self.pairs = Pairs(self, algorithm.staleness) if isinstance(algorithm, ADPSGD) else None
 
@@ -118,6 +118,7 @@ class Peer:
         self.round = checkpoint.round
         if self.pledges is not None:
             self.pledges.go_on(kept)
+            self.round = max(self.round, self.pledges.begun)  # it had gone on to that one
         if self.pairs is not None:
             self.pairs.began = kept.get("began")
         self.state = {n.removeprefix("state/"): v for n, v in kept.items() if n.startswith("state/")}
@@ -127,19 +128,19 @@ class Peer:
         if self.pledges is not None:
             self.neighbors.account(self.pledges.counted)
 
-    async def step(self, near: Neighborhood, deadline_s: float) -> RoundReport:
-        """The next round: do what the algorithm asks for; then model and state change together."""
+    async def step(self, near: Neighborhood, deadline_s: float, go_on: GoOn | None = None) -> RoundReport:
+        """The next round: do what the algorithm asks for; then model and state change together. `go_on`,
+        after training, returns this peer's part of a later round, where its neighbours are by then."""
         if self.pairs is not None:
             missing = await self.pairs.round(near, deadline_s)
             return self._report(missing, near.incoming.keys() - missing.keys())
         t, others, own = self.round, other_parts(self.model), self._own
         self.neighbors.announce(t, near.incoming.keys() | near.outgoing.keys())
-        algorithm, early = self.algorithm, False
-        if isinstance(algorithm, DPSGD) and (self.jumped or self._late):
-            algorithm, early = replace(algorithm, overlap=True), True
-        party = algorithm.round(trained_part(self.model), self.state, near, t)
+        party = self.algorithm.round(trained_part(self.model), self.state, near, t)
         answer: Vector | Received | None = None
         exchange: Averaging | None = None
+        found: Vector | None = None  # by this round's training
+        done, early = False, False  # it was found for an earlier round, or after this peer's share had left
         judged: Mapping[PeerId, float] = {}
         while True:
             try:
@@ -149,13 +150,22 @@ class Peer:
                 break
             answer = None
             if isinstance(request, LocalSteps):
+                if done and found is not None:
+                    answer, done = request.x + found, False
+                    continue
                 try:
-                    answer, others = await self.local_steps(request.x, others)
-                    found = answer - request.x
+                    answer, moved = await self.local_steps(request.x, others)
                 except BaseException:
                     if exchange is not None:
                         exchange.give_up()
                     raise
+                found, early = answer - request.x, exchange is not None
+                if exchange is None and go_on is not None and (later := await go_on()) is not None:
+                    near, t, done, answer = later, self.round, True, None
+                    moved |= {n: v + (moved[n] - others[n]) for n, v in other_parts(self.model).items()}
+                    party.close()
+                    party = self.algorithm.round(trained_part(self.model), self.state, near, t)
+                others = moved
             elif isinstance(request, Send):
                 own = self._now.clone()
                 # Parts that are averaged plainly, whatever the algorithm. By the gauge each peer follows
@@ -181,17 +191,16 @@ class Peer:
         others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
         if (told := exchange.model) is not None:
             self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
-        if isinstance(self.algorithm, DPSGD):
-            before = self.unheard if exchange.late else None
-            both = found if before is None else found + before
-            self.unheard = both if early or exchange.late else None
-        self.jumped, self._late = False, exchange.late
+        before = self.unheard if exchange.late else None
+        self.unheard = found if exchange.late or (early and not self.algorithm.conserved()) else None
+        if before is not None and self.unheard is not None:
+            self.unheard = before + self.unheard
         if self.pledges is not None:
             self.pledges.note(t, exchange.parcel, exchange.given, exchange.counted)
             accounts = self.neighbors.accounts()
             x, state, self._gauge = self.pledges.settle(accounts, x, state, self._gauge)
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
-        return self._report(exchange.missing, exchange.heard, exchange.clipped, judged, exchange.late)
+        return self._report(exchange.missing, exchange.heard, exchange.clipped, judged)
 
     def _report(self, missing: Mapping[PeerId, str], *how: Any) -> RoundReport:
         loss, moved = self._gauge.tolist()

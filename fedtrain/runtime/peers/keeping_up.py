@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median_high, median_low
 
@@ -14,13 +14,13 @@ from ...arena import Arena
 from ...config import Config
 from ...errors import BadUpdate
 from ...events import Emit, Notice, UpdateRefused
-from ...exchange import PeerId
+from ...exchange import Neighborhood, Neighbors, PeerId
 from ...pki.roster import Roster
 from ...store import AGREED, Checkpoint
 from ...transport.overlay import FEW, turns_of
 from ...transport.zmq import ZmqNeighbors
 from ..journal import Journal, Lap
-from .consensus import ENDED, Consensus
+from .consensus import ENDED, Consensus, Voters
 from .gossip import Peer
 from .gossip_setup import fewest, needed
 from .parcels import other_parts, share_of_model, state_of, trained_part, write
@@ -82,7 +82,7 @@ def _who_is_missing(peer: Peer, neighbors: ZmqNeighbors, roster: Roster) -> str:
     return ", ".join([*refused[:NAMED], silent])
 
 
-async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int) -> bool:
+async def catch_up(peer: Peer, neighbors: Neighbors, emit: Emit, rounds: int) -> bool:
     """Take a neighbour's state when this peer joined late, or was away: when most are ahead. Where it is a
     few, they were away, alone and so fast; what they reach is no reason to drop our own. Nor is one believed
     that says to be further than most, or than the run's `rounds`. Returns whether a state was taken."""
@@ -110,12 +110,27 @@ async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int)
     return False
 
 
+def meeting(
+    round: int, near: Callable[[int], Neighborhood], progress: Mapping[PeerId, int], rounds: int
+) -> int:
+    """The round that a peer does next: the first from which none of its neighbours in it has gone on. It is
+    at most BEHIND after that of most peers, and one of the run."""
+    progress = {peer: at for peer, at in progress.items() if at < rounds}  # the others have ended
+    last = min(rounds - 1, median_high(progress.values()) + BEHIND) if progress else round
+    while round < last and any(progress.get(peer, round) > round for peer in peers_of(near(round))):
+        round += 1
+    return round
+
+
+def peers_of(near: Neighborhood) -> set[PeerId]:
+    return {*near.incoming, *near.outgoing}
+
+
 def jump(peer: Peer, model: Arena, round: int) -> None:
     """Go on from the model of others, who are at a later round. A share of a sum stays this peer's, and what
-    it found in its last round, where it came too late for all its neighbours."""
+    it found, where no neighbour has heard of that."""
     if peer.unheard is not None:
         model = write(model.load(), trained_part(model) + peer.unheard, other_parts(model))
-    peer.jumped = peer.unheard is not None
     if peer.pledges is None:
         peer.state = peer.algorithm.init(trained_part(model))
     else:
@@ -141,9 +156,10 @@ async def agree(
     def is_called(name: PeerId) -> bool:
         return (at := roster.contact(name)) is not None and at.address is not None
 
-    least = max(2, fewest(peer.algorithm, config.gossip.masks))
+    voters = Voters(roster.peers(), neighbors.sign, roster.proves, is_called, config.run.name)
+    least = max(2, voters.need, fewest(peer.algorithm, config.gossip.masks))
     end = Consensus(
-        peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called,
+        peer, config.run.rounds, initial, alive, config.gossip.round_deadline, voters,
         turns_of(len(roster.peers())), config.network.idle / PATIENCE,
     )  # fmt: skip
     last, lap = journal.store.latest(), Lap()
@@ -160,11 +176,16 @@ async def agree(
             while len(alive()) < least and not some_are_done(neighbors, end.done):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     if (found := await end.run(least)) is not None:
+        if found.made_of.of and peer.name not in found.made_of.of:
+            of = ", ".join(found.made_of.of[:FEW])
+            late = f"{peer.name} was late, or not here, when these peers agreed"
+            journal.emit(Notice(text=f"your model is not in the model of all, which is of {of}: {late}"))
         peer.round = journal.agreed(last, found.model, found.peers, found.made_of, lap).round
         return end.done, {*found.peers}
     lost = {name: in_words(why, config.run.rounds) for name, why in sorted(end.lost.items())}
     missing = [f"{name} ({why})" for name, why in [*lost.items()][:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"
+    missing += [f"{', '.join(who[:NAMED])}: digest {made[:8]}" for made, who in end.parties().items()]
     why = f"no model of all: {', '.join(missing) or here}. This peer ends with its own. Started again"
     journal.emit(Notice(text=f"{why} while peers are there that have agreed, it takes theirs."))
     return peer.round, everybody

@@ -71,7 +71,8 @@ def _joined(parts: list[Vector]) -> Vector:
 # --- whole models, as a late joiner is given one
 
 
-NAMES_BYTES = 3072  # of those whose models are in one: its note has 4 KiB at most
+NOTE_BYTES = 3840  # of names and votes that go with a model: its note has 4 KiB at most
+Name = Annotated[str, msgspec.Meta(pattern=rf"^{LABEL}\Z")]
 
 
 class StateNote(msgspec.Struct, array_like=True, frozen=True):
@@ -79,7 +80,9 @@ class StateNote(msgspec.Struct, array_like=True, frozen=True):
 
     digest: bytes
     models: int = 0  # as in MadeOf, of the one that peers agreed on
-    of: list[Annotated[str, msgspec.Meta(pattern=rf"^{LABEL}\Z")]] = []
+    of: list[Name] = []
+    attempt: int = 0
+    votes: dict[Name, bytes] = {}
 
 
 def state_of(letter: ReceivedShare, schema: Schema) -> Arena:
@@ -96,13 +99,16 @@ def state_of(letter: ReceivedShare, schema: Schema) -> Arena:
 def made_of(letter: ReceivedShare) -> MadeOf:
     """Of whose models the one is made that a peer gave, as that peer says."""
     note = _state_note(letter)
-    return MadeOf(max(note.models, len(note.of)), note.of)
+    return MadeOf(max(note.models, len(note.of)), note.of, note.attempt, note.votes)
 
 
 def share_of_model(model: Arena, made_of: MadeOf = MadeOf()) -> Share:
     """A model and its digest. No peer writes to a model once it is there."""
-    of = [*made_of.of] if sum(1 + len(name) for name in made_of.of) < NAMES_BYTES else []
-    note = StateNote(model.digest.encode(), made_of.models, of)
+    room = NOTE_BYTES - sum(1 + len(name) for name in made_of.of)
+    of = [*made_of.of] if room > 0 else []
+    fit = room >= sum(4 + len(name) + len(vote) for name, vote in made_of.votes.items())
+    votes = dict(made_of.votes) if fit else {}
+    note = StateNote(model.digest.encode(), made_of.models, of, made_of.attempt, votes)
     return Share(model.payload, note=msgspec.msgpack.encode(note))
 
 
@@ -158,13 +164,15 @@ class Inbox:
     def __init__(
         self, blends: Mapping[str, Fold], like: Mapping[str, torch.Tensor], most_bytes: int,
         optional: Collection[str] = (), sums: Collection[str] = (),
-        agreed: Mapping[PeerId, float] | None = None,
+        agreed: Mapping[PeerId, float] | None = None, patient: bool = False,
     ) -> None:  # fmt: skip
         """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
         Parts that are not blended may have `most_bytes` together. `sums`: parts whose sum over all peers
         must stay: they count by their givers' weights, and nothing of a parcel is blended before all of it is
-        here. `agreed`: the weights that givers must have used, where they are in the bytes."""
-        self._agreed = agreed
+        here. `agreed`: the weights that givers must have used, where they are in the bytes. `patient`: all
+        shares are waited for, those of slow peers too, as none counts without the others."""
+        self._agreed, self.patient = agreed, patient
+        self.waits = False  # whether this peer has nothing else to do until they are here
         self._blends, self._most, self._sums, self._whole = blends, most_bytes, sums, bool(sums)
         self._weights: dict[PeerId, float] = {}
         self._like = {name: part for name, part in like.items() if name not in optional}

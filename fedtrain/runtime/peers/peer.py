@@ -51,7 +51,7 @@ from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import TRIES, Trainer, Trains
 from .enrolment import accept, enrolled, watch, while_entered
-from .gossip import Peer, RoundReport
+from .gossip import GoOn, Peer, RoundReport
 from .gossip_setup import agreed as agreed_of_peers
 from .gossip_setup import (
     algorithm_beside_key,
@@ -62,13 +62,21 @@ from .gossip_setup import (
     compared,
     of_a_peer,
 )  # fmt: skip
-from .keeping_up import agree, catch_up, checkpoint_of, gather, see_off, why_end
+from .keeping_up import (
+    agree,
+    catch_up,
+    checkpoint_of,
+    gather,
+    meeting,
+    peers_of,
+    see_off,
+    why_end,
+)
 from .parcels import share_of_model
 from .pledges import Pledges
 from .shape import Shape
 from .telling import Stall, in_words, tell_apart, worded
 
-LATE_ROUNDS = 3  # after which a peer is told that its model comes too late
 STATE_S = 1.0  # between heads of this peer's audit log that its neighbours are told
 AHEAD = 2  # rounds whose neighbours are connected with before they begin
 
@@ -209,11 +217,26 @@ async def _rounds(
         await _catch_up(journal, peer, neighbors)
     if peer.pairs is not None:
         peer.pairs.nearby = lambda: shape.round(*alive(neighbors, roster), peer.round, None)[peer.name]
-    late, stall = 0, Stall(journal.emit, config.gossip.masks)
+    stall = Stall(journal.emit, config.gossip.masks)
     apart, now = "", set[PeerId]()
+
+    def near_at(round: int) -> Neighborhood:
+        graph = Topology("complete") if peer.algorithm.everyone(round) else None
+        return shape.round(*alive(neighbors, roster), round, graph)[peer.name]
+
+    async def go_on() -> Neighborhood | None:
+        before = peer.round
+        await _catch_up(journal, peer, neighbors, near_at)
+        peer.round = min(peer.round, config.run.rounds - 1)  # it ends with that, where the others have ended
+        if peer.round == before:
+            return None
+        stall.slow(before, peer.round)
+        near = near_at(peer.round)
+        return near if peer.pledges is None else peer.pledges.begin(peer.round, near, roster.peers())
+
     while True:
         if peer.algorithm.waits and over is None:  # else the fast are ahead of the slow, and nobody minds
-            await _catch_up(journal, peer, neighbors)
+            await _catch_up(journal, peer, neighbors, near_at)
         if journal.evaluation_is_due(peer.round) and not (to_agree and peer.round >= config.run.rounds):
             await _evaluate(journal, peer.name, peer.round, peer.model, trainer)
         reason = journal.reason_to_stop(peer.round, over)
@@ -222,9 +245,7 @@ async def _rounds(
             break
         lap, view = Lap(), neighbors.view()
         apart = tell_apart(journal.emit, view, roster, apart)
-        topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
-        members, epoch = alive(neighbors, roster)
-        near = shape.round(members, epoch, peer.round, topology)[peer.name]
+        (members, epoch), near = alive(neighbors, roster), near_at(peer.round)
         if peer.pledges is not None:
             near = peer.pledges.begin(peer.round, near, roster.peers())
         soon = [shape.round(members, epoch, peer.round + k, None)[peer.name] for k in range(1, AHEAD + 1)]
@@ -232,15 +253,9 @@ async def _rounds(
         pledged = peer.pledges.takers() if peer.pledges is not None else set[PeerId]()
         neighbors.keep(now.union(before, pledged, *map(peers_of, soon)))
         journal.round_started(peer.round, list(members), neighbors=list(near.incoming))
-        told = await _round(journal, peer, neighbors, near, lap)
-        late = late + 1 if told.late else 0
+        told = await _round(journal, peer, neighbors, near, lap, go_on if peer.algorithm.waits else None)
         if peer.algorithm.waits:
             stall.note(near, told, neighbors.differing(), roster.struck)
-        if late == LATE_ROUNDS:
-            journal.emit(Notice(
-                text=f"in the last {late} rounds no neighbour took the model of {peer.name}: it came after "
-                f"gossip.round_deadline. Raise that at all peers, train less here, or let nobody wait: swift."
-            ))  # fmt: skip
         to_agree, over = config.gossip.agree, None
     if peer.pairs is not None:
         await peer.pairs.end(config.gossip.round_deadline)
@@ -263,24 +278,26 @@ def alive(neighbors: ZmqNeighbors, roster: Roster) -> tuple[Sequence[PeerId], in
     return view.alive, 0 if list(view.alive) == roster.peers() else view.epoch
 
 
-def peers_of(near: Neighborhood) -> set[PeerId]:
-    return {*near.incoming, *near.outgoing}
-
-
-async def _catch_up(journal: Journal, peer: Peer, neighbors: ZmqNeighbors) -> None:
-    """What others are then told of this peer's shares must hold after a restart, too."""
-    jumped = await catch_up(peer, neighbors, journal.emit, journal.config.run.rounds)
+async def _catch_up(
+    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Callable[[int], Neighborhood] | None = None
+) -> None:
+    """Take the model of others where they are far ahead, and go on to the round of neighbours that are a
+    round ahead. What others are then told of this peer's shares must hold after a restart, too."""
+    rounds = journal.config.run.rounds
+    jumped = await catch_up(peer, neighbors, journal.emit, rounds)
     if jumped and peer.pledges is not None:
         journal.store.commit(checkpoint_of(peer), {})
+    if near is not None and not (peer.pledges is not None and peer.pledges.began(peer.round)):
+        peer.round = meeting(peer.round, near, neighbors.progress(), rounds)
 
 
 async def _round(
-    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Neighborhood, lap: Lap
+    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Neighborhood, lap: Lap, go_on: GoOn | None
 ) -> RoundReport:
     """Train, average with those who are near, commit; and offer the model to late joiners."""
     emit, store = journal.emit, journal.store
     emit(SiteState(site=peer.name, round=peer.round + 1, state="training"))
-    told = await peer.step(near, journal.config.gossip.round_deadline)
+    told = await peer.step(near, journal.config.gossip.round_deadline, go_on)
     whys = {other: in_words(why, journal.config.run.rounds) for other, why in told.missing.items()}
     told = replace(told, missing=whys)
     for other in sorted({peer.name, *near.incoming} - told.missing.keys()):

@@ -57,21 +57,26 @@ class Pledges:
             "Remove both: one round's shares may count twice.",
         )
         self._begun: tuple[int, Neighborhood] | None = next(iter(self._file.read()), None)
-        self.again = False  # the round is done over: each of its shares may have been given before
+        # the round was begun before a restart: each of its shares may have been given before
+        self.again = self._begun is not None
 
     def begin(self, round: int, near: Neighborhood, members: Collection[PeerId]) -> Neighborhood:
         """The neighbours of a round, before a byte is sent: those it was begun with, where it is done over.
         `members`: the roster; what was given to others is not counted."""
         self._members = members
-        self.again = self.began(round)
-        if self._begun is None or not self.again:
+        if self._begun is None or not self.began(round):
             self._file.write((round, near))
-            self._begun = round, near
+            self._begun, self.again = (round, near), False
         return self._begun[1]
 
+    @property
+    def begun(self) -> int:
+        """The round that was begun last; -1: none was."""
+        return -1 if self._begun is None else self._begun[0]
+
     def began(self, round: int) -> bool:
-        """Whether a round was begun, here or before a restart: what was given in it may count already."""
-        return self._begun is not None and self._begun[0] == round
+        """Whether a round was begun before a restart: what was given in it may count already."""
+        return self.again and self.begun == round
 
     def withheld(self, round: int) -> set[PeerId]:
         """The takers that get no share in a round, because they have said nothing about earlier ones."""

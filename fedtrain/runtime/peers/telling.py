@@ -70,6 +70,17 @@ class Stall:
     emit: Emit
     masks: bool
     rounds: int = 0  # one after the other in which nothing was averaged
+    told_slow: bool = False
+
+    def slow(self, begun: int, now: int) -> None:
+        """Others have gone on from a round while this peer trained for it."""
+        if not self.told_slow:
+            self.told_slow = True
+            self.emit(Notice(
+                text=f"trained for round {begun + 1} while other peers went on to round {now + 1}: its model "
+                f"counts there, and in fewer rounds than theirs. Train less here, or raise "
+                f"gossip.round_deadline at all peers."
+            ))  # fmt: skip
 
     def note(
         self, near: Neighborhood, told: RoundReport, differing: Collection[PeerId], struck: Collection[PeerId]

@@ -29,7 +29,7 @@ from ...topology import Topology
 from ...training.task import Task
 from ...transport.memory import LocalNetwork
 from ..journal import Journal, Lap, Result
-from ..peers.consensus import Consensus
+from ..peers.consensus import Consensus, Voters
 from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
 from ..peers.gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, fewest, of_a_peer
@@ -183,7 +183,9 @@ async def _agreed(
         model = of_all(peers, config.run.rounds, initial)
     else:
         ends = [
-            Consensus(peer, config.run.rounds, initial, lambda: names, config.gossip.round_deadline)
+            Consensus(
+                peer, config.run.rounds, initial, lambda: names, config.gossip.round_deadline, Voters(names)
+            )
             for peer in peers.values()
         ]
         all_ = await asyncio.gather(*(end.run(fewest(one.algorithm, True)) for end in ends))
