@@ -5,16 +5,37 @@ Tests of GPUs that are not here are skipped. And what tests of several files sha
 
 import functools
 import gc
+import os
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
 
 import fedtrain.transport  # noqa: F401  before gRPC, which it tells what forks are to find
 
-settings.register_profile("machine", deadline=None)  # how long an example takes is the machine's affair
+# How long an example takes is the machine's affair. A test that wants more examples says so.
+settings.register_profile("machine", deadline=None, max_examples=50)
 settings.load_profile("machine")
 torch.set_num_threads(1)  # on busy cores a second one waits, and spins, most of the time
+
+MEMORY = Path("/dev/shm")
+NEEDED = 8 << 30  # bytes: the folders of all tests that run at a time take less than 2 GiB
+
+
+def pytest_configure(config):
+    """The folders of tests are in memory, where there is enough of it: every second a worker makes a hundred
+    fsyncs, each of which is milliseconds on a disk. Programs run from them, so not where that is forbidden.
+    """
+    if "PYTEST_DEBUG_TEMPROOT" in os.environ or not os.access(MEMORY, os.W_OK):
+        return
+    about = os.statvfs(MEMORY)
+    free = min(about.f_bavail * about.f_frsize, psutil.virtual_memory().available)
+    if free >= NEEDED and not about.f_flag & os.ST_NOEXEC:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
 
 
 TOGETHER = {
@@ -40,6 +61,21 @@ def pytest_xdist_make_scheduler(config, log):
             return file if file in TOGETHER else nodeid
 
     return Together(config, log)
+
+
+def pytest_collection(session):
+    """Each worker imports its share of the files first, and finds the rest with their asserts rewritten: that
+    is ten seconds of work in a fresh clone, which each worker would do otherwise.
+    """
+    number, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{end}") for end in ("", "_COUNT"))
+    if number is None:
+        return
+    root = session.config.rootpath
+    files = sorted((root / "tests").rglob("test_*.py"))
+    for file in files[int(number.removeprefix("gw")) :: int(workers)]:
+        if not pytest_ignore_collect(file, session.config):
+            with suppress(Exception, pytest.skip.Exception):  # collecting the file reports it
+                import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -68,7 +68,7 @@ def test_updates_folded_on_the_clock_give_what_single_ones_give(case, tmp_path, 
     assert len(rounds) == 2
     if "sites that fail" in case:
         assert not set(FAILING) & set(rounds[0][0])
-    for workers, share_s in (1, 60.0), (2, 1e-9), (3, 60.0):
+    for workers, share_s in (2, 1e-9), (3, 60.0):
         monkeypatch.setattr(shares, "SHARE_S", share_s)
         assert told(clocked(tmp_path / f"{workers} {share_s}", **CASES[case]), workers) == expected
 

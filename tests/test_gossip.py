@@ -352,8 +352,12 @@ def test_every_algorithm_comes_near_the_optimum_of_the_sum(kind, graph, within):
     compressor = compression.parse(INT8) if kind == "choco" else None
     peers = Peers(build(kind, {}, compressor), graph, 8, d=5, train=train).run(250)
     assert distance(peers, best) < within
+
+
+def test_each_alone_stays_far_from_the_optimum_of_the_sum():
+    train, best = quadratic(8, lr=0.02)
     alone = Peers(build("dpsgd", {}), "matching", 8, d=5, train=train).run(250, lambda t, a, b: True)
-    assert distance(alone, best) > 4  # what each would find by itself
+    assert distance(alone, best) > 4
 
 
 def test_overlap_is_the_papers_form_of_dpsgd():

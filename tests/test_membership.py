@@ -265,7 +265,7 @@ def lies(world, liar, draw):
         yield News(peer, status, max(0, incarnation), proof)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_f_liars_cannot_remove_an_honest_pairs_edge(seed):
     draw = random.Random(seed)
     n = draw.randrange(4, 10)

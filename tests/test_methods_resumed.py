@@ -59,7 +59,6 @@ def dies(run, owner, name, time, before):
         setattr(owner, name, method)
         run()
 
-    gc.collect()  # gRPC's of tests before, whose end waits for a thread, and that would be none in a fork
     process = multiprocessing.get_context("fork").Process(target=victim)
     process.start()
     process.join(60)
@@ -70,16 +69,18 @@ def sum_of_what_sites_remember(toys):
     return sum(toys.memory(site).get("c", np.zeros(18)) for site in toy.SITES)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("sums", [OPEN, MASKED], ids=["open", "masked"])
-def test_killed_around_a_commit_a_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, moment, sums):
-    options = {"clip": 4.0, "min_sites": 3}
-    whole = toy.Toys(toy.config(tmp_path / "whole", "scaffold", options, **sums)).run((6,))
-    killed = toy.Toys(toy.config(tmp_path / "killed", "scaffold", options, **sums))
-    dies(lambda: killed.run((6,)), *MOMENTS[moment])
-    killed.run((6,))
-    assert killed.last.weights.digest == whole.last.weights.digest
-    for toys in (killed, whole):
+def test_killed_around_a_commit_a_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, sums):
+    def toys_in(folder):
+        return toy.Toys(toy.config(tmp_path / folder, "scaffold", {"clip": 4.0, "min_sites": 3}, **sums))
+
+    whole, killed = toys_in("whole").run((4,)), {moment: toys_in(moment) for moment in MOMENTS}
+    gc.collect()  # gRPC's of tests before, whose end waits for a thread, and that would be none in a fork
+    for moment, toys in killed.items():
+        dies(lambda toys=toys: toys.run((4,)), *MOMENTS[moment])
+        toys.run((4,))
+        assert toys.last.weights.digest == whole.last.weights.digest, moment
+    for toys in (whole, *killed.values()):
         total = sum_of_what_sites_remember(toys)
         assert np.array_equal(toys.last.state["sum"].numpy(), total)
         c = toys.last.weights.load().extras()["c"].numpy()

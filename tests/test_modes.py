@@ -345,20 +345,20 @@ def another(value):
     return value + 1 if isinstance(value, int | float) else "another"
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", keys())
-def test_a_key_of_set_is_read_or_refused_with_where_it_is_read(key, mode):
+def test_a_key_of_set_is_read_or_refused_with_where_it_is_read(key):
     """Every key in every mode."""
     config = given(key, True if key in NOTHING else another(keys()[key]))
-    if key in reads(config, mode):
-        check(config, mode)
-        return
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .* \(--set\): ") as refused:
-        check(config, mode)
-    where = str(refused.value).partition("(--set): ")[2]
-    assert where.startswith(MODES[mode].command)
-    assert " it is read by " in where or " reads it only with " in where
-    assert "\n" not in where
+    for mode in MODES:
+        if key in reads(config, mode):
+            check(config, mode)
+            continue
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .* \(--set\): ") as refused:
+            check(config, mode)
+        where = str(refused.value).partition("(--set): ")[2]
+        assert where.startswith(MODES[mode].command), mode
+        assert " it is read by " in where or " reads it only with " in where, mode
+        assert "\n" not in where, mode
 
 
 @pytest.mark.parametrize("value", [False, True])

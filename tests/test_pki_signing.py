@@ -286,7 +286,7 @@ def damaged(pem, kind="CERTIFICATE"):
 def test_s21_a_flipped_bit_of_a_certificate_is_a_certificate_error_whatever_it_hits(certs, chain, reads):
     found = {"trust": chain[0].trust, "identity": pki.identity_of, "fingerprint": fingerprint}[reads]
     refused = 0
-    for pem in islice(damaged(credentials(certs).chain), 0, None, 3):
+    for pem in islice(damaged(credentials(certs).chain), 0, None, 13):
         try:
             found(pem)
         except CertificateError:

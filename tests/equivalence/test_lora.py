@@ -88,8 +88,9 @@ def through(config: Config) -> tuple[Config, Wire]:
 
 
 @pytest.mark.slow(15)
-@pytest.mark.parametrize("fixed", [[], ["*lora_A*"]], ids=["lora", "ffa-lora"])
-@pytest.mark.parametrize("masks", [False, True], ids=["open", "masks"])
+@pytest.mark.parametrize(
+    ("masks", "fixed"), [(False, []), (True, ["*lora_A*"])], ids=["open-lora", "masks-ffa-lora"]
+)
 def test_a_round_over_mutual_tls_costs_its_adapters_and_gives_the_simulations_bits(
     tmp_path, monkeypatch, masks, fixed
 ):
