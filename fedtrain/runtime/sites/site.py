@@ -37,7 +37,7 @@ from ..own_code import load_only_beside_key
 from ..star.agreement import bounds_of
 from ..star.restored import newest_model
 from ..star.secure_terms import hash_of, unverified, verifies
-from ..threads import all_cores, in_thread
+from ..threads import SMALL_BYTES, all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approval, Approvals
@@ -180,8 +180,10 @@ class Site:
         there, frozen = os.stat(weights.file), await self._bound()
         now = frozen, there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns
         if self._hashed[0] != now:
-            nbytes = weights.schema.nbytes
-            self._hashed = now, await in_thread(nbytes, hash_of, weights, all_cores(), frozen)
+            if weights.schema.nbytes <= SMALL_BYTES:
+                self._hashed = now, hash_of(weights, frozen=frozen)
+            else:
+                self._hashed = now, await asyncio.to_thread(hash_of, weights, all_cores(), frozen)
         return self._hashed[1]
 
     async def _bound(self) -> str:
