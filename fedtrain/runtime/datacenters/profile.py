@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.profiler import profile, schedule
 
-from ...training.compat import dump_snapshot, record_memory_history
+from ...training import compat
 from ...training.mesh import Mesh
 
 ALLOCATIONS = 100_000  # the newest, and frees, that a snapshot has
@@ -32,7 +32,7 @@ class Profile:
     def __enter__(self) -> Profile:
         self._profiler.start()
         if self._gpu:  # of all steps, for what has the memory was mostly taken by the first
-            record_memory_history(max_entries=ALLOCATIONS)
+            compat.record_memory_history(max_entries=ALLOCATIONS)
         return self
 
     def __exit__(
@@ -51,5 +51,5 @@ class Profile:
             snapshot = self.file.with_name(
                 self.file.name.replace("rank", "memory").replace("json.gz", "pickle")
             )
-            dump_snapshot(str(snapshot))
-            record_memory_history(enabled=None)
+            compat.dump_snapshot(str(snapshot))
+            compat.record_memory_history(enabled=None)

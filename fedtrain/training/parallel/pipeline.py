@@ -190,7 +190,9 @@ class Pipeline:
                     f"stage return a tensor, or a tuple of tensors."
                 )
         there = self.mesh.device if index == self.number - 1 else self._between
-        parts = [Moved.apply(part, there) for part in parts]  # type: ignore[no-untyped-call]
+        # A tensor that stays as it is must not become a view, which torch can't detach in place.
+        for i in (i for i, t in enumerate(parts) if t.device != there or not t.is_contiguous()):
+            parts[i] = Moved.apply(parts[i], there)  # type: ignore[no-untyped-call]
         if isinstance(output, torch.Tensor):
             return parts[0]
         return parts if isinstance(output, list) else tuple(parts)
