@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from ..trainers.trainer_messages import Summed
 
 FILE = "checked.json"
 KEEP = 3  # newest models of which a site knows that it checked them
+UNMOVED = 3  # rounds of a run that leave the model but for a bit: a search for a spoiler begins with one
 
 
 class SeenSums(msgspec.Struct):
@@ -41,6 +43,7 @@ class SeenSums(msgspec.Struct):
     owed: Owed | None = None  # of the last session
     made: dict[str, int] = {}  # digest of a model that this site made of a sum -> rounds in it
     checked: dict[str, int] = {}  # hash_of a model that it checked, as hex digits -> rounds in it
+    unmoved: int = 0  # rounds that left the model but for a bit
 
 
 class CheckedSums:
@@ -65,10 +68,15 @@ class CheckedSums:
         self.known.made[digest] = rounds
         self._keep()
 
-    def has_checked(self, rounds: int, digest: str, model: bytes) -> bool:
+    def has_checked(
+        self, rounds: int, digest: str, model: bytes, before_nudge: Callable[[], bytes] = bytes
+    ) -> bool:
         """Whether this site checked the model of so many rounds, with this digest and hash_of.
 
         Asked before any work on the model, when what was made of a sum is still where it was made.
+        `before_nudge`: the hash_of of the model that blame.nudged would have made this one of. A round whose
+        sums are all spoiled makes no model of them, and a site can't check that they are: its model goes on
+        but for a bit, at most UNMOVED times in a run.
         """
         known, name = self.known, model.hex()
         if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
@@ -79,8 +87,11 @@ class CheckedSums:
                 known.checked[name] = rounds
                 self._keep()
             return True
-        if known.made.get(digest) == rounds:
-            del known.made[digest]  # which doesn't bind to the model
+        made = known.made.get(digest) == rounds
+        same = not made and known.unmoved < UNMOVED and known.checked.get(before_nudge().hex()) == rounds - 1
+        if made or same:
+            known.made.pop(digest, None)  # which doesn't bind to the model
+            known.unmoved += same
             known.checked[name] = rounds
             self._keep()
             return True
