@@ -81,17 +81,15 @@ class CheckedSums:
         known, name = self.known, model.hex()
         if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
             return True  # no site could
-        before = 0 if rounds == 0 else known.checked.get(name, -1)
-        if before in (rounds, rounds - 1):  # the latter of a round that moved the model by nothing
-            if known.checked.get(name) != rounds:
-                known.checked[name] = rounds
-                self._keep()
+        if known.checked.get(name) == rounds:
             return True
-        made = known.made.get(digest) == rounds
-        same = not made and known.unmoved < UNMOVED and known.checked.get(before_nudge().hex()) == rounds - 1
-        if made or same:
-            known.made.pop(digest, None)  # which doesn't bind to the model
-            known.unmoved += same
+        made = known.made.get(digest) == rounds  # a digest doesn't bind: once checked, it goes by its hash
+        stays = rounds == 0 or known.checked.get(name) == rounds - 1  # the round moved the model by nothing
+        nudged = not (made or stays) and known.unmoved < UNMOVED
+        nudged = nudged and known.checked.get(before_nudge().hex()) == rounds - 1
+        if made or stays or nudged:
+            known.made.pop(digest, None)
+            known.unmoved += nudged
             known.checked[name] = rounds
             self._keep()
             return True

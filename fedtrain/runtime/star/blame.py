@@ -75,9 +75,8 @@ class Suspects(msgspec.Struct, frozen=True):
         for part in self.parts:
             here = draw.sample(present := sorted({*sites} & {*part}), len(present))
             for half in (here[: (len(here) + 1) // 2], here[(len(here) + 1) // 2 :]):
-                lack = max(0, least - len(half))
-                if self.checkers:
-                    lack = max(lack, -(-(len(half) - 3 * len({*half} & {*self.checkers})) // 2))
+                known = {*half} & {*(self.checkers or half)}
+                lack = max(0, least - len(half), -(-(len(half) - 3 * len(known)) // 2))
                 if half and lack <= len(others):
                     found.append(half + others[:lack])
                     others = others[lack:]
