@@ -154,6 +154,26 @@ def test_whoever_spoils_whichever_sums_is_named_and_nobody_else(seed):
     assert {*suspects.named} & culprits or len(sites) < 3 * least
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_third_of_a_suspected_group_checked_the_model_and_one_culprit_is_found(seed):
+    """Where sites check sums, the largest good group's sum is the step, and its sites alone check it."""
+    draw = random.Random(seed)
+    sites = [f"s{i:02}" for i in range(draw.randint(6, 40))]
+    culprit = draw.choice(sites)
+    suspects = Suspects().after([sites], [], sites)
+    for number in range(8):
+        if not suspects.parts:
+            break
+        groups, (part,) = suspects.groups(sites, 3, number), suspects.parts
+        for group in groups:
+            if {*part} & {*group}:
+                assert 3 * len({*group} & {*suspects.checkers}) >= len(group)
+        spoiled = [group for group in groups if culprit in group]
+        good = [group for group in groups if culprit not in group]
+        suspects = suspects.after(spoiled, good, max(good, key=len))
+    assert suspects.named == [culprit]
+
+
 def test_a_site_that_stops_spoiling_is_not_named():
     suspects = Suspects().after([SITES], [])
     groups = suspects.groups(SITES, 3, 0)

@@ -23,8 +23,6 @@ def put_back(db: Database, number: int, model: str) -> bool:
     tables = msgspec.msgpack.decode(msgspec.json.decode(kept[0], type=bytes)) if kept else {}
     if [number, model] not in [row[:2] for row in tables.get("rounds", ())]:
         return False
-    for table, rows in tables.items():
-        for row in rows:
-            if row[0] <= number:
-                db.put(table, *row)
+    for table, row in ((table, row) for table, rows in tables.items() for row in rows if row[0] <= number):
+        db.put(table, *row)
     return True

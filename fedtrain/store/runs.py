@@ -264,12 +264,10 @@ class RunStore(RunFolder):
         """A round that was forgotten for damaged bytes, with its model from elsewhere, and all that was known
         of it. None where it was not, or had another model; Damaged where its state is."""
         self.put_blob(weights)
-        try:
-            with self.db.transaction():
-                back = forgotten.put_back(self.db, number, weights.digest)
-                return self.load(number) if back else None
-        finally:
-            self._counted.forget()
+        self._counted.forget()
+        with self.db.transaction():
+            back = forgotten.put_back(self.db, number, weights.digest)
+            return self.load(number) if back else None
 
     def weights(self, number: int) -> ArenaFile:
         """The weights of a committed round that are still kept, left in their file."""

@@ -14,12 +14,13 @@ from fedtrain.runtime.star.combinations import check_strategy, keeps_state
 from fedtrain.runtime.star.secure_terms import check_config, unverified, verifies
 from fedtrain.runtime.star.secure_terms import policy as policy_of
 from fedtrain.secagg import messages
-from fedtrain.secagg.client import Owed
+from fedtrain.secagg.client import Client, Owed
 from fedtrain.store import RunStore
 from fedtrain.store.disk import read_sealed
 from fedtrain.strategies import STRATEGIES, Strategy, build
 from fedtrain.transport.endpoints import RemoteCohort
 from tests.inprocess import Events, federation, final, simulated, with_port
+from tests.test_blame import Spoils
 from tests.wards import WARDS
 
 SITES = ["a", "b", "c"]
@@ -137,6 +138,60 @@ def test_an_aggregator_that_shows_no_sum_gets_no_further_update(config, monkeypa
     store = RunStore(config.run_dir, read_only=True)
     assert len(store.rounds()) == 2  # the initial model, and the one that nobody could check
     store.close()
+
+
+# --- a site that spoils sums
+
+SIX = [*"abcdef"]
+
+
+@pytest.fixture
+def six(config, monkeypatch):
+    """Rounds of all six sites, by default settings, of which one sends noise into each sum of updates."""
+    begin, members = Client.begin, RemoteCohort.members
+
+    def hostile(self, request, model, own, *rest):
+        bad = self.site == "b" and isinstance(request, messages.Advertise)
+        return begin(self, request, model, Spoils(own, "noise") if bad else own, *rest)
+
+    all_of = lambda cohort, need: members(cohort, need and len(SIX))
+    monkeypatch.setattr(Client, "begin", hostile)
+    monkeypatch.setattr(RemoteCohort, "members", all_of)
+    strategy, secagg = changed(config.strategy, min_sites=3), changed(config.secagg, verify="auto")
+    return changed(config, strategy=strategy, secagg=secagg, run=changed(config.run, rounds=6))
+
+
+@pytest.mark.slow(4)
+def test_a_site_that_spoils_sums_is_found_and_the_others_check_each_model(six):
+    """Before, the run ended with the first such sum."""
+    logs = {site: Events() for site in SIX}
+    told = federation(six, SIX, logs=logs)
+    assert [e["site"] for e in told.of("update_refused")] == ["b"]
+    inside = [e["sites"] for e in told.of("round_committed")]
+    assert inside[:2] == [0, 3], "a spoiled sum, then one of two halves moves the model"
+    assert inside[-1] == 5, "the last round is over all others"
+    assert not [e for log in logs.values() for e in log.of("sum_forged")]
+    assert {state(six, site)["unmoved"] for site in SIX} == {1}
+
+
+def test_the_model_stays_but_for_a_bit_in_three_rounds_of_a_run_alone(tmp_path):
+    """In each the aggregator has another sum of almost the same model."""
+    sums = CheckedSums(tmp_path, Events())
+    assert sums.has_checked(0, b"0")
+    for number in range(1, 4):
+        before = lambda number=number: b"%d" % (number - 1)
+        for _ in range(2):
+            assert sums.has_checked(number, b"%d" % number, before)
+    sums = CheckedSums(tmp_path, Events())
+    assert not sums.has_checked(4, b"4", lambda: b"3")
+
+
+def test_a_model_but_for_a_bit_is_checked_where_that_of_the_round_before_was(tmp_path):
+    sums = CheckedSums(tmp_path, Events())
+    assert sums.has_checked(0, b"0")
+    assert not sums.has_checked(1, b"1", lambda: b"another")
+    assert not sums.has_checked(2, b"2", lambda: b"0"), "of two rounds ago"
+    assert sums.has_checked(1, b"1", lambda: b"0")
 
 
 # --- what a site remembers

@@ -180,8 +180,7 @@ def test_workers_that_fold_name_the_same_culprit_and_give_the_same_bits(tmp_path
 
 def spoiled(folder, answers_of, sites, rounds=9):
     """A run under masks' arithmetic in which s05 sends what is absurd from round 4 on."""
-    secagg = {"verify": False}  # else there is no search
-    events, cfg = Events(), masked(folder, sites=sites, run={"rounds": rounds}, secagg=secagg)
+    events, cfg = Events(), masked(folder, sites=sites, run={"rounds": rounds})
 
     def answer(request):
         return found("5s05", request.round, 1e5 if request.round > 3 else 0.1)

@@ -19,7 +19,7 @@ from ..sites.gate import NOTHING
 from ..star import checks
 from ..star.answers import NOBODY, Counted, SumCheck, check_failures, evaluations, train_requests
 from ..star.gathered import Aggregate
-from ..star.guard import norm_of, sound, usual
+from ..star.guard import moving, norm_of, sound, usual
 from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
 from ..star.secure_terms import check_config, policy
 from .partial_sums import Exact, PlainSum, add_exactly, scaled_down
@@ -79,9 +79,10 @@ class FixedPointSums:
         spoiled = list[Sequence[SiteId]]()
         if plan.groups or config.secagg.groups == 1:
             totals, spoiled = sound(totals, weights, plan, config.limits)
-            inside = sorted(site for _, sites in totals for site in sites)
-        self._look(plan.round + 1, [total for total, _ in totals], len(inside))
-        mean = one_of_groups(config, plan, schema, [total for total, _ in totals], inside)
+            inside = sorted(site for _, sites in moving(totals, plan, self._policy.verify) for site in sites)
+        by = [total for total, _ in moving(totals, plan, self._policy.verify)]
+        self._look(plan.round + 1, by, len(inside))
+        mean = one_of_groups(config, plan, schema, by, inside)
         mean = replace(mean, norm=usual([norm_of(mean.delta)]))
         return replace(mean, summed=[s for _, s in totals], spoiled=spoiled) if plan.groups else mean
 

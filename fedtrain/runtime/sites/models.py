@@ -35,6 +35,7 @@ from ..trainers.trainer_messages import Summed
 FILE = "checked.json"
 Hashed = Callable[[ArenaFile], Awaitable[bytes]]
 KEEP = 3  # newest models of which a site knows that it checked them
+UNMOVED = 3  # rounds of a run that leave the model but for a bit: a search for a spoiler begins with one
 
 
 class SeenSums(msgspec.Struct):
@@ -42,6 +43,7 @@ class SeenSums(msgspec.Struct):
 
     owed: Owed | None = None  # of the last session
     checked: dict[str, int] = {}  # hash_of a model that it checked, as hex digits -> rounds in it
+    unmoved: int = 0  # rounds that left the model but for a bit
 
 
 class CheckedSums:
@@ -66,16 +68,25 @@ class CheckedSums:
         self.known.checked[model.hex()] = rounds
         self._keep()
 
-    def has_checked(self, rounds: int, model: bytes) -> bool:
-        """Whether this site checked the model of so many rounds, with this hash_of."""
+    def has_checked(self, rounds: int, model: bytes, before_nudge: Callable[[], bytes] = bytes) -> bool:
+        """Whether this site checked the model of so many rounds, with this hash_of.
+
+        `before_nudge`: the hash_of of the model that blame.nudged would have made this one of. A round whose
+        sums are all spoiled makes no model of them, and a site can't check that they are: its model goes on
+        but for a bit, at most UNMOVED times in a run.
+        """
         known, name = self.known, model.hex()
         if known.owed is not None and not known.owed.seed and known.owed.round + 1 == rounds:
             return True  # no site could
-        before = 0 if rounds == 0 else known.checked.get(name, -1)
-        if before in (rounds, rounds - 1):  # the latter of a round that moved the model by nothing
-            if known.checked.get(name) != rounds:
-                known.checked[name] = rounds
-                self._keep()
+        if known.checked.get(name) == rounds:
+            return True
+        stays = rounds == 0 or known.checked.get(name) == rounds - 1  # the round moved the model by nothing
+        nudged = not stays and known.unmoved < UNMOVED
+        nudged = nudged and known.checked.get(before_nudge().hex()) == rounds - 1
+        if stays or nudged:
+            known.unmoved += nudged
+            known.checked[name] = rounds
+            self._keep()
             return True
         self._emit(
             Notice(

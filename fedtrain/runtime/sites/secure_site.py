@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ...arena import ArenaFile
 from ...config import Config, SitePolicy
 from ...errors import BadUpdate, FedtrainError, SecAggError
 from ...learning import NO_EXTRAS, Extras, check_bounds
@@ -24,7 +25,17 @@ from ...secagg.roster import Verifies
 from ...store import Ledger
 from ...store.memory import NEVER as NO_ROUND
 from ..own_code import beside_key
-from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
+from ..star.blame import Nudged
+from ..star.secure_terms import (
+    bounds,
+    check_config,
+    encoding_of,
+    hash_of,
+    noise_of,
+    policy,
+    round_seed,
+    scale_of,
+)
 from ..threads import all_cores
 from .cohorts import RULES, Cohorts, Opened
 from .models import CheckedSums
@@ -92,10 +103,14 @@ class SecureSite:
         self._client = self._clients[msg.Advertise]
         self._at_work = threading.Lock()
 
-    def asked_about(self, request: Train | Evaluate, model: bytes) -> None:
+    def asked_about(self, request: Train | Evaluate, model: bytes, frozen: str = "") -> None:
         """Before the work on `model` (hash_of): find out whether this site checked what it was made of."""
         if self._checked is not None:
-            self._has_checked = self._checked.has_checked(request.round, model)
+            weights, number = request.weights, request.round
+            assert isinstance(weights, ArenaFile)
+            self._has_checked = self._checked.has_checked(
+                number, model, lambda: hash_of(Nudged(weights, number - 1), frozen=frozen)
+            )
 
     def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> msg.Keys | Failure:
         """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,

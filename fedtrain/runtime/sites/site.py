@@ -138,7 +138,7 @@ class Site:
                 return await self._result(request, (await self._hash_of(request.weights)).hex())
             case Advertise() | AdvertiseEvaluation(), SecureSite():
                 model = await self._hash_of(request.weights)
-                self._secure.asked_about(request, model)
+                await asyncio.to_thread(self._secure.asked_about, request, model, await self._bound())
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result

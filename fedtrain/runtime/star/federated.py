@@ -37,11 +37,6 @@ from .gathered import Aggregate
 from .guard import REMEMBERED, RESTS
 from .secure_terms import least_sites, verifies
 
-LOOK = (
-    "To have the aggregator look for the site, go on under another run.name, with secagg.verify = false at "
-    "all ends, from this run's model: fedtrain aggregator --from"
-)
-
 CatchUp = Callable[[Checkpoint, CentralNoise | None], Awaitable[Checkpoint]]
 
 
@@ -224,11 +219,8 @@ async def searched(
         after, record, mean = await federated_round(answers, plan, strategy, checkpoint, seed, noise)
         inside, good, spoiled = [*mean.sites], mean.summed, mean.spoiled
     except Spoiled as e:
-        too_few = not plan.groups and len(plan.sites) < 2 * least_sites(journal.config)
-        if too_few:
+        if not plan.groups and len(plan.sites) < 2 * least_sites(journal.config):  # too few for two sums
             raise
-        if verifies(journal.config):  # a site can check the only sum of a round, and none of other groups
-            raise Spoiled(e.groups, f"{e}. {LOOK}") from e
         journal.round_failed(plan.round, plan.attempt, e)
         weights = await in_thread(checkpoint.weights.schema.nbytes, nudged, checkpoint.weights, plan.round)
         after, record = Checkpoint(plan.round + 1, weights, checkpoint.state), lap.record({}, 0)
@@ -236,7 +228,7 @@ async def searched(
     if not (good or spoiled):
         return after, record, inside, None
     before = journal.store.suspects(Suspects)
-    suspects = before.after(spoiled, good)
+    suspects = before.after(spoiled, good, inside or [*spoiled[0]] if verifies(journal.config) else ())
     for site in sorted({*suspects.named} - {*before.named}):
         why = "it spoiled the sums that it was in, and those without it were good: it is asked no more"
         refuse(answers.cohort, journal.emit, site, plan.round + 1, why)

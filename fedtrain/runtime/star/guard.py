@@ -84,6 +84,12 @@ def sound(
     return good, spoiled
 
 
+def moving(sums: Sequence[SumOfSites], plan: RoundPlan, verify: bool) -> Sequence[SumOfSites]:
+    """The good sums that move the model. Where sites `verify` them, it is the largest one of a round that
+    looks for the site that spoils them: its sites can check the model."""
+    return [max(sums, key=lambda each: len(each[1]))] if plan.groups and verify else sums
+
+
 def outliers(
     norms: Mapping[SiteId, float], earlier: Sequence[float], limits: LimitsConfig, turns: bool = False
 ) -> list[SiteId]:

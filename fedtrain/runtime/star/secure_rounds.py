@@ -34,7 +34,7 @@ from .answers import NOBODY, Counted, SumCheck, check_failures, rule_of
 from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
-from .guard import norm_of, sound, usual
+from .guard import moving, norm_of, sound, usual
 from .mutual import Mutual, Strangers, SumExchanges
 from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
@@ -150,11 +150,12 @@ class UnderMasks:
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
         self._training, self._evaluation = (Settled(store, evaluation=it) for it in (False, True))
-        self._shown: msg.RingArena | None = None  # the last sum, where sites check sums
+        self._shown: dict[tuple[SiteId, ...], AnyArena] = {}  # a round's sums, where sites check sums
         self._dropped: dict[SiteId, tuple[int, str]] = {}  # the round and the reason that were told last
         self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
+        self._shown.clear()
         groups = plan.groups or groups_of(self._config, plan, self._training.of(plan.round))
         alone = len(groups) == self._config.secagg.groups == 1
         sums = await asyncio.gather(
@@ -173,14 +174,15 @@ class UnderMasks:
         if alone or plan.groups:
             limits = self._config.limits
             totals, spoiled = await asyncio.to_thread(sound, totals, weights, plan, limits, spoiled)
-        inside = sorted(site for _, sites in totals for site in sites)
+        by = moving(totals, plan, self._policy.verify)
+        inside = sorted(site for _, sites in by for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
-        self._look(plan.round + 1, [total for total, _ in totals], len(inside))
+        self._look(plan.round + 1, [total for total, _ in by], len(inside))
         mean = await asyncio.to_thread(
-            one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
+            one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in by], inside
         )
-        mean = replace(mean, patch=self._shown, norm=usual([norm_of(mean.delta)]))
+        mean = replace(mean, patch=self._shown.get(tuple(inside)), norm=usual([norm_of(mean.delta)]))
         return replace(mean, summed=[sites for _, sites in totals], spoiled=spoiled) if plan.groups else mean
 
     async def evaluate(
@@ -282,7 +284,7 @@ class UnderMasks:
                 break
         self._tell(plan, found, training=training)
         if terms.verify and self._store is not None:  # a simulation has no sites to be shown anything
-            self._shown = msg.shown(terms.sid(model), found.vector)
+            self._shown[found.sites] = msg.shown(terms.sid(model), found.vector)
         vector = found.vector[: terms.numel(found.names)]
         try:
             total = await asyncio.to_thread(
