@@ -97,7 +97,7 @@ def test_two_ranks_that_are_shown_one_gpu_are_told_before_nccl_begins(monkeypatc
 )
 def test_gloo_on_gpus_is_refused_where_ranks_gather_parts(parallel, named):
     config = ParallelConfig(**parallel)
-    with pytest.raises(ConfigError, match=rf"parallel\.{named}: .* backend = auto with one GPU for each"):
+    with pytest.raises(ConfigError, match=rf"parallel\.{named}: .*backend = auto with one GPU for each"):
         refuse_gathers(config, 2, CUDA, "gloo")
     refuse_gathers(config, 2, CUDA, "cpu:gloo,cuda:nccl")
     refuse_gathers(config, 2, CPU, "gloo")

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from torch.multiprocessing import ProcessExitedException
 
 from tests import worlds
 from tests.limits import WAIT_S
@@ -22,6 +23,20 @@ def interrupts_itself(_):
 def stands_still(_):
     print("begun", flush=True)
     threading.Event().wait()
+
+
+def end_by_a_fault(rank, ranks):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.slow(5)
+def test_a_rank_that_a_fault_ends_shows_where_it_was():
+    with pytest.raises(ProcessExitedException, match="SIGSEGV") as failed:
+        worlds.world(2, end_by_a_fault)
+    (note,) = failed.value.__notes__
+    assert "rank 1, by its faulthandler:\nFatal Python error: Segmentation fault" in note
+    assert "in end_by_a_fault" in note
 
 
 def in_the_background(log):

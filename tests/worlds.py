@@ -49,12 +49,25 @@ def world(
     ranks: int, work: Callable[..., None], *arguments: Any, device: str = "cpu", backend: str = "auto"
 ) -> None:
     """`work(rank, ranks, *arguments)` in so many processes of one group, to the end; where one of them
-    raises, the others are ended and its traceback is raised here. `device`, `backend`: as train.device and
+    raises, the others are ended and its traceback is raised here; where a signal ends one, the error's notes
+    have the stack that its faulthandler wrote. `device`, `backend`: as train.device and
     parallel.backend; by Gloo the ranks share a GPU. Where this process has a pretended GPU, so have they."""
     with TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
         given = ranks, meeting, device, backend, bool(PRESENT), work, arguments
-        torch.multiprocessing.start_processes(_rank, given, ranks, start_method="forkserver")
+        try:
+            torch.multiprocessing.start_processes(_rank, given, ranks, start_method="forkserver")
+        except Exception as e:
+            for rank in range(ranks):
+                file = crash_file(meeting, rank)
+                if file.exists() and (text := file.read_text(errors="replace")):
+                    e.add_note(f"rank {rank}, by its faulthandler:\n{text[:TAIL]}")
+            raise
+
+
+def crash_file(meeting: Path, rank: int) -> Path:
+    """Where a rank's faulthandler writes what the rank did when a signal ended it."""
+    return meeting.with_name(f"crash-{rank}")
 
 
 def _rank(
@@ -67,7 +80,8 @@ def _rank(
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    with PretendedGPU() if pretended else nullcontext():
+    with crash_file(meeting, rank).open("w") as file, PretendedGPU() if pretended else nullcontext():
+        faulthandler.enable(file)
         _work(rank, ranks, meeting, device, backend, work, arguments)
 
 

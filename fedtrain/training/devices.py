@@ -90,10 +90,10 @@ def refuse_shared(store: Store, device: torch.device, backend: str) -> None:
 def refuse_gathers(config: ParallelConfig, ranks: int, device: torch.device, backend: str) -> None:
     """ConfigError where Gloo is to gather what lies on GPUs, in which torch ends the process (SIGSEGV)."""
     axes = {"tp": config.tp, "cp": config.cp, "zero": config.zero if config.zero > 1 else 1}
-    asked = [f"parallel.{name} = {value}" for name, value in axes.items() if value > 1]
+    asked = ", ".join(f"parallel.{name} = {value}" for name, value in axes.items() if value > 1)
     if asked and ranks > 1 and device.type == "cuda" and backend == "gloo":
         raise ConfigError(
-            f"{', '.join(asked)}: ranks gather parts of tensors, and Gloo can't gather tensors on a GPU. "
+            f"{asked}: ranks gather parts of tensors, and Gloo can't gather tensors on a GPU. "
             f"Set parallel.backend = auto with one GPU for each rank, or train.device = cpu."
         )
 

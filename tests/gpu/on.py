@@ -25,8 +25,8 @@ def slowly(seconds, pretended=0):
 
 
 def gathers(device):
-    """Skip on a real GPU that ranks share by Gloo: fedtrain refuses a mesh whose ranks gather parts of tensors
-    (devices.refuse_gathers)."""
+    """Skip on a real GPU that ranks share by Gloo: fedtrain refuses a mesh whose ranks gather parts of
+    tensors (devices.refuse_gathers)."""
     if device == "cuda" and not PRESENT:
         pytest.skip("Gloo ends a process that gathers tensors on a GPU")
 
