@@ -1,9 +1,9 @@
 """The table of the keys of fedtrain.toml that each command reads. A key that would have no effect is refused.
 
-A key given by `--set` must be read by the command that is run, but for those of SHARED: one command line may
-serve several modes, and a count that one of them does not need promises nothing. The file and the environment
-may also have keys of other commands, but a key that promises something (a robust rule, a bound, noise, fewer bytes, an
-end) is refused where the command that is run would not keep the promise.
+A key given by `--set` must be read by the command that is run, but for those of SHARED: one command line
+may serve several modes, and a count that one of them does not need promises nothing. The file and the
+environment may also have keys of other commands, but a key that promises something (a robust rule, a bound,
+noise, fewer bytes, an end) is refused where the command that is run would not keep the promise.
 
 The environment belongs to a machine, so it may also set sections that the command doesn't read at all; in a
 section that the command reads, it must read the key. A key may stay that a stronger setting has switched
