@@ -1,8 +1,9 @@
 """The table of the keys of fedtrain.toml that each command reads. A key that would have no effect is refused.
 
-A key given by `--set` must be read by the command that is run. The file and the environment may also have
-keys of other commands, but a key that promises something (a robust rule, a bound, noise, fewer bytes, an
-end) is refused where the command that is run would not keep the promise.
+A key given by `--set` must be read by the command that is run, but for those of SHARED: one command line
+may serve several modes, and a count that one of them does not need promises nothing. The file and the
+environment may also have keys of other commands, but a key that promises something (a robust rule, a bound,
+noise, fewer bytes, an end) is refused where the command that is run would not keep the promise.
 
 The environment belongs to a machine, so it may also set sections that the command doesn't read at all; in a
 section that the command reads, it must read the key. A key may stay that a stronger setting has switched
@@ -24,6 +25,8 @@ BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limi
           "limits.max_examples")  # fmt: skip
 NOISE = ("privacy.noise_multiplier", "privacy.clip", "privacy.unit", "privacy.where")
 STAR = (*BOUNDS, "compression.up", "compression.down", "evaluate.patience")
+SHARED = ("strategy.min_sites", "strategy.attempts", "parallel.schedule", "parallel.microbatches",
+          "parallel.comm_rank", "parallel.comm_fraction")  # fmt: skip
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
 
 
@@ -218,9 +221,9 @@ def reads(config: Config, name: str) -> frozenset[str]:
                      and not _off(config, name, key))  # fmt: skip
 
 
-def check(config: Config, *names: str) -> None:
+def check(config: Config, *names: str, notice: Callable[[str], None] = lambda text: None) -> None:
     """ConfigError for a key that is set and that none of the modes `names` reads, by the rules at the top of
-    this file. The message says where the key is read."""
+    this file. The message says where the key is read; for a key of SHARED it is a `notice`."""
     known, seen = keys(), frozenset[str]().union(*(reads(config, name) for name in names))
     for given, source in config.given.items():
         key, value = _key(given), config.value(given)
@@ -229,7 +232,10 @@ def check(config: Config, *names: str) -> None:
         if key in seen or (key == given and value in nothing):
             continue
         if typed or all(_refused(config, mode, key, source) for mode in names):
-            raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
+            text = f"{given} = {value!r} ({source}): {_why(config, names, key)}"
+            if not (typed and key in SHARED):
+                raise ConfigError(text)
+            notice(f"{text} It has no effect here.")
     metric = config.evaluate.metric
     if "evaluate.metric" in seen and not mistyped(metric):  # which the first evaluation says
         decided(metric, config.evaluate.lower(metric))

@@ -17,7 +17,18 @@ from fedtrain.config import Config, Source
 from fedtrain.errors import ConfigError
 from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
-from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
+from fedtrain.modes import (
+    MODES,
+    NEVER_WAIT,
+    NOTHING,
+    SHARED,
+    WITH_COMPRESSOR,
+    check,
+    idle,
+    keys,
+    names_of,
+    reads,
+)
 from fedtrain.runtime import statistics
 from fedtrain.runtime.datacenters import datacenter
 from fedtrain.runtime.peers import peer
@@ -346,16 +357,22 @@ def another(value):
 
 
 @pytest.mark.parametrize("key", keys())
-def test_a_key_of_set_is_read_or_refused_with_where_it_is_read(key):
+def test_a_key_of_set_is_read_or_told_with_where_it_is_read(key):
     """Every key in every mode."""
     config = given(key, True if key in NOTHING else another(keys()[key]))
     for mode in MODES:
         if key in reads(config, mode):
             check(config, mode)
             continue
-        with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .* \(--set\): ") as refused:
-            check(config, mode)
-        where = str(refused.value).partition("(--set): ")[2]
+        told = []
+        if key in SHARED:
+            check(config, mode, notice=told.append)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .* \(--set\): ") as refused:
+                check(config, mode)
+            told.append(str(refused.value))
+        (text,) = told
+        where = text.partition("(--set): ")[2]
         assert where.startswith(MODES[mode].command), mode
         assert " it is read by " in where or " reads it only with " in where, mode
         assert "\n" not in where, mode

@@ -15,7 +15,7 @@ from tests.soaking import taken
 from tests.vsim.clock import VirtualLoop
 from tests.vsim.disk import HOWS, Disk
 from tests.vsim.hunt import hunt
-from tests.vsim.village import Village
+from tests.vsim.village import SlowVillage, Village
 
 ROOT = Path(__file__).parents[1]
 OWN = re.compile(r"vsim-\w+(/run-\w+)?")  # a process's folder
@@ -109,6 +109,15 @@ def test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(seeds):
     ]
     assert found.counts["commits"] >= 6 * len(seeds)
     assert all(found.counts[what] > len(seeds) // 6 for what in GOSSIP), found.counts
+
+
+@pytest.mark.slow(5)
+def test_peers_beside_a_slow_one_conserve_mass_and_agree_on_one_model():
+    found = hunt(range(30), world=SlowVillage)
+    assert not found.failed, [
+        f"python -m tests.vsim {seed} --slow --trace: {why}" for seed, why in found.failed.items()
+    ]
+    assert found.counts["agreed"] > 30
 
 
 @pytest.mark.soak(part=0.18)  # all of them: 9 minutes of a core

@@ -193,7 +193,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
         config = Config.load(file, sets)
         if names := modes.names_of(command.__name__, config, arguments):
-            modes.check(config, *names)
+            modes.check(config, *names, notice=lambda text: click.echo(f"fedtrain: {text}", err=True))
         command(config=config, **arguments)
 
     return read_first

@@ -37,6 +37,8 @@ class Numbers(Trains):
     async def _ask(self, message: Any) -> Any:
         world = self._world
         await asyncio.sleep(world.draw.expovariate(1) * world.plan.train_s)
+        if isinstance(message, msg.TrainOne):
+            await asyncio.sleep(world.plan.slow_s(message.site))
         if world.faulty and world.draw.random() < world.plan.dies:
             world.counts["trainer"] += 1
             raise TrainerDied("the seed says so")

@@ -85,6 +85,17 @@ class VillagePlan(Plan):
         )  # fmt: skip
 
 
+@dataclass
+class SlowPlan(VillagePlan):
+    """The same with one peer that trains for about as long as the deadline, or longer."""
+
+    def slow_s(self, site: str) -> float:
+        draw = random.Random(f"slow {self.seed}")
+        if site != draw.choice(self.sites):
+            return 0.0
+        return float(draw.choice([0.5, 0.99, 1.1, 1.5, 3.0]) * self.table["gossip"]["round_deadline"])
+
+
 def address_of(name: str) -> str:
     return f"127.0.0.1:{7000 + SITES.index(name)}"
 
@@ -153,6 +164,12 @@ class Village(World):
             (zmq_transport.ZmqNeighbors, "stop", stop), (zmq_transport, "keep_freed", lambda: None),
             (peer, "Limits", limits),
         ]  # fmt: skip
+
+
+class SlowVillage(Village):
+    """One seed with a slow peer, run once."""
+
+    plans = SlowPlan
 
 
 class PeerClaims(Onlooker):

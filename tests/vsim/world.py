@@ -69,6 +69,10 @@ class Plan:
         """Whether signatures are ECDSA's."""
         return self.seed % 20 == 0
 
+    def slow_s(self, site: str) -> float:
+        """How much longer one site trains than others."""
+        return 0.0
+
     @property
     def ground(self) -> str:
         return "masks" if self.kind == "masks" else "open"

@@ -28,6 +28,7 @@ from .telling import in_words
 
 ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
 NAMED = 3  # of those who are not here
+REPEAT_S = 300.0  # between lines of a peer that waits about who is not here, and why
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
 NOTICE = 2  # rounds in which all of few hear of a wish to end
@@ -41,7 +42,7 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
     round needs. One that has done all rounds is enough: this peer takes its model."""
     config = journal.config
     need, because = needed(config, peer.algorithm)
-    began, told, named = time.monotonic(), (-1, -1), False
+    began, told, named = time.monotonic(), (-1, -1), -math.inf
 
     def here() -> int:
         alive = neighbors.view().alive
@@ -58,11 +59,12 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
         if told != (have, wanted):
             journal.waiting(wanted, have)
             told = have, wanted
-        if not named and time.monotonic() > began + ANSWERS * config.network.heartbeat:
+        now = time.monotonic()
+        if now > max(began + ANSWERS * config.network.heartbeat, named + REPEAT_S):
             ended = " Where they have ended the run, start one of them again: it gives this peer the model."
             missing = f"not here yet: {_who_is_missing(peer, neighbors, roster)}"
             journal.emit(Notice(text=missing + (ended if peer.round else "")))
-            named = True
+            named = now
         await asyncio.sleep(POLL_S)
 
 

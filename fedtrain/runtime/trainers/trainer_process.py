@@ -145,13 +145,17 @@ def serve(channel: socket.socket, limits: Sequence[Limit] = (), refusal: str = "
     stream = channel.makefile("rwb")
 
     def frames() -> Iterator[bytes]:
-        while head := stream.read(msg.LENGTH.size):
-            yield stream.read(*msg.LENGTH.unpack(head))
+        with suppress(ConnectionResetError):  # the parent was killed
+            while head := stream.read(msg.LENGTH.size):
+                yield stream.read(*msg.LENGTH.unpack(head))
 
     writing = threading.Lock()
 
     def send(outcome: msg.Outcome) -> None:
-        with writing, suppress(BrokenPipeError):  # the parent is gone, and this process ends
+        with (
+            writing,
+            suppress(BrokenPipeError, ConnectionResetError),
+        ):  # the parent is gone, and this process ends
             stream.write(msg.framed(outcome))
             stream.flush()
 
@@ -161,7 +165,9 @@ def serve(channel: socket.socket, limits: Sequence[Limit] = (), refusal: str = "
         stream.flush()
 
     incoming = frames()
-    start = msgspec.msgpack.decode(next(incoming), type=msg.Start)
+    if not (first := next(incoming, b"")):
+        return
+    start = msgspec.msgpack.decode(first, type=msg.Start)
     if refusal:
         return send(msg.Failed(refusal, True))
     gc.disable()  # the modules loaded here stay, and looking for garbage in them takes a seventh of the time
