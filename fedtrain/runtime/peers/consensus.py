@@ -3,8 +3,8 @@
 Without a robust rule the model is cut into blocks, and each block has a root: all send the root their block,
 the root adds them up in the order of names, and gives everybody the result. So each peer sends two models,
 whatever the number of peers, and one place decides each bit. With a robust rule every peer gets every
-model and applies the rule itself, so that no peer has the last word.
-Then peers vote (votes.py). Many turn to a few others at a time, in an order that is the same at both ends.
+model and applies the rule itself, so that no peer has the last word. Then peers vote (votes.py). Many peers
+turn to a few others at a time, in an order that is the same at both ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Consensus:
         self._members: Sequence[PeerId] = ()
         self._made_of = MadeOf()  # the model that this peer made
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
-        self.votes: Votes = {}  # of the last attempt
+        self.votes: Votes = {}
         self._unproven = set[PeerId]()  # who said to have the model, and gave none that most voted for
 
     @property
@@ -88,15 +88,13 @@ class Consensus:
                 return await self._finished(found)
         others = sorted(self._neighbors.progress().keys() & {*self._alive()})
         self._neighbors.announce(self.done - 1)
-        inbox = Inbox({}, {}, 0)  # nothing comes: it is over when they have gone on
-        await self._neighbors.exchange(self.done - 1, {}, others, inbox, self._deadline_s)
+        # nothing comes: it is over when they have gone on
+        await self._neighbors.exchange(self.done - 1, {}, others, Inbox({}, {}, 0), self._deadline_s)
         return await self._of_the_others()
-
-    # --- one attempt
 
     async def _by_blocks(self, number: int, members: Sequence[PeerId]) -> Arena | None:
         """The mean by mass, each block of which its root decides; None where a block is missing."""
-        me, others = self._peer.name, [name for name in members if name != self._peer.name]
+        me = self._peer.name
         roots = [name for name in members if self._voters.is_called(name)] or list(members)
         blocks = [blocks_of(part, len(roots)) for part in self._parts.values()]
         of_root = {root: dict(zip(self._parts, each, strict=True))
@@ -106,7 +104,7 @@ class Consensus:
         if mine is None and me in roots:  # then nobody has all results
             return None
         give, like = among(members, mine or {}), among(members, of_root[roots[0]])
-        told = dict.fromkeys(others, Parcel(give)) if give else {}
+        told = {name: Parcel(give) for name in members if name != me} if give else {}
         came = await self._swap(number + 1, told, [root for root in roots if root != me], like)
         results = {root: parcel.parts for root, parcel in came.items()} | ({me: give} if give else {})
         if any(root not in results for root in roots):
