@@ -19,11 +19,12 @@ from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Exchanged, ReceivedShare, Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
-from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus, Voters
+from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
 from fedtrain.runtime.peers.keeping_up import reason_to_end
 from fedtrain.runtime.peers.parcels import Inbox, made_of, share_of_model, trained_part
+from fedtrain.runtime.peers.votes import Voters
 from fedtrain.runtime.peers.whole_models import mass_of, of_all, sha256
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair

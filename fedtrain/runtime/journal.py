@@ -203,11 +203,8 @@ class Journal:
         kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8), AGREED_ROUNDS: rounds}
         made = Checkpoint(max(1, after.round), model, after.state | kept)
         record = self.store.rounds()[-1].record
-        about: dict[str, Any] = {"models": made_of.models, "of": made_of.of}
-        if made_of.votes:
-            votes = {peer: vote.hex() for peer, vote in made_of.votes.items()}
-            about |= {"attempt": made_of.attempt, "votes": votes}
-        self.store.commit(made, {**record, **about})
+        about = {"models": made_of.models, "of": made_of.of}
+        self.store.commit(made, record | about | made_of.proof())
         self.emit(events.PeersAgreed(
             round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
             seconds=lap.seconds, **self._moved(),
@@ -216,9 +213,7 @@ class Journal:
 
     def agreed_of(self) -> MadeOf:
         """Of whose models the one is made that peers agreed on after the last round."""
-        record = self.store.rounds()[-1].record
-        votes = {peer: bytes.fromhex(vote) for peer, vote in record.get("votes", {}).items()}
-        return MadeOf(record.get("models", 0), record.get("of", ()), record.get("attempt", 0), votes)
+        return MadeOf.of_record(self.store.rounds()[-1].record)
 
     @staticmethod
     def have_agreed(after: Checkpoint) -> set[SiteId]:

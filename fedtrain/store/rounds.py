@@ -27,6 +27,17 @@ class MadeOf:
         default_factory=dict
     )  # peer -> its signature that it made this model
 
+    def proof(self) -> dict[str, Any]:
+        """The votes, for a round's record."""
+        votes = {peer: vote.hex() for peer, vote in self.votes.items()}
+        return {"attempt": self.attempt, "votes": votes} if votes else {}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> MadeOf:
+        """As a round's record has it."""
+        votes = {peer: bytes.fromhex(vote) for peer, vote in record.get("votes", {}).items()}
+        return cls(record.get("models", 0), record.get("of", ()), record.get("attempt", 0), votes)
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -3,22 +3,17 @@
 Without a robust rule the model is cut into blocks, and each block has a root: all send the root their block,
 the root adds them up in the order of names, and gives everybody the result. So each peer sends two models,
 whatever the number of peers, and one place decides each bit. With a robust rule every peer gets every
-model and applies the rule itself, so that no peer has the last word.
-
-Then each peer signs the digest of the model that it made, its vote, and tells it to all; and all tell each
-other which votes they got, so that a peer that votes for two models is found out. A model counts that most
-of the roster have voted for. It comes with these votes: a peer that was away takes it from any one other.
-Many peers turn to a few others at a time, in an order that is the same at both ends.
+model and applies the rule itself, so that no peer has the last word. Then peers vote (votes.py). Many peers
+turn to a few others at a time, in an order that is the same at both ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,13 +29,11 @@ from ...transport.overlay import in_turn
 from .averaging import sum_name
 from .gossip import Peer
 from .parcels import Inbox, good, made_of, share_of, share_of_model, state_of
-from .whole_models import as_model, as_numbers, mass_of, parts_of, rule_of, sha256, signed, with_own
+from .votes import NAMED, VOTES, OneModel, Voters, Votes
+from .whole_models import among, as_model, as_numbers, mass_of, parts_of, rule_of, sha256, signed, with_own
 
 if TYPE_CHECKING:
-    import torch
-
-    Vector = torch.Tensor
-    Parts = Mapping[str, Vector]  # of a model: "x", all that is trained, and the parts that are averaged
+    from .whole_models import Parts
 
 ATTEMPTS = 4  # at one model, each without those who were lost in the one before
 PHASES = 4  # exchanges of an attempt: models, results, votes, which votes came
@@ -48,57 +41,6 @@ EXCHANGES = ATTEMPTS * PHASES + 1  # the last one waits for those who still try
 ENDED = 1 << 24  # the number, from the first exchange on, that says that a peer has the model
 ECHOED = 64  # members up to which each tells all others which votes it got
 PULL_S = 60.0  # for a model to come
-NAMED = 32  # peers that a message names as missing
-
-
-@dataclass(frozen=True)
-class Voters:
-    """The roster, and how its peers sign."""
-
-    names: Collection[PeerId]
-    sign: Callable[[bytes], bytes] = lambda message: b""
-    proves: Callable[[PeerId, bytes, bytes], bool] = lambda peer, message, signature: not signature
-    is_called: Callable[[PeerId], bool] = lambda peer: True  # whether all can reach it
-    run: str = ""
-
-    @property
-    def need(self) -> int:
-        """Votes that are most of the roster."""
-        return len(self.names) // 2 + 1
-
-    def made(self, digest: str, made_of: MadeOf) -> str:
-        """What peers vote for: a model, by its digest, and of whose models it is made."""
-        return hashlib.sha256("\n".join([digest, *made_of.of]).encode()).hexdigest()
-
-    def message(self, number: int, made: str) -> bytes:
-        """What they sign in the attempt that begins with the exchange `number`."""
-        return f"fedtrain one model\n{self.run}\n{number}\n{made}".encode()
-
-    def voted(self, peer: PeerId, number: int, made: str, vote: bytes) -> bool:
-        return peer in self.names and self.proves(peer, self.message(number, made), vote)
-
-    def check(self, made_of: MadeOf) -> None:
-        """BadUpdate where a model is said to be made of more than the roster has."""
-        if not {*made_of.of} <= {*self.names} or made_of.models > len(self.names):
-            raise BadUpdate(
-                f"it is said to be of {made_of.models} models, of {', '.join(made_of.of[:NAMED])}"
-            )
-
-
-Votes = dict[PeerId, tuple[str, bytes]]  # peer -> what it voted for, and its signature
-VOTES: msgspec.msgpack.Decoder[tuple[Votes, list[PeerId]]] = msgspec.msgpack.Decoder(
-    tuple[Votes, list[PeerId]]
-)
-
-
-@dataclass(frozen=True)
-class OneModel:
-    """The one model."""
-
-    model: Arena
-    digest: str  # SHA-256 of the arena's bytes, by which peers compare
-    peers: Sequence[PeerId]  # who has it, as far as this peer knows
-    made_of: MadeOf
 
 
 class Consensus:
@@ -118,20 +60,13 @@ class Consensus:
         self._members: Sequence[PeerId] = ()
         self._made_of = MadeOf()  # the model that this peer made
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
-        self.votes: Votes = {}  # of the last attempt
+        self.votes: Votes = {}
         self._unproven = set[PeerId]()  # who said to have the model, and gave none that most voted for
 
     @property
     def done(self) -> int:
         """What a peer announces as its round once it has the model."""
         return self._first + ENDED
-
-    def parties(self) -> dict[str, list[PeerId]]:
-        """By what it is: which model each peer made, in the last attempt."""
-        found: dict[str, list[PeerId]] = defaultdict(list)
-        for name, (made, _) in sorted(self.votes.items()):
-            found[made].append(name)
-        return found
 
     async def run(self, least: int) -> OneModel | None:
         """The model that most of the roster agree on; None when they can't, and `lost` says who was missing,
@@ -153,15 +88,13 @@ class Consensus:
                 return await self._finished(found)
         others = sorted(self._neighbors.progress().keys() & {*self._alive()})
         self._neighbors.announce(self.done - 1)
-        inbox = Inbox({}, {}, 0)  # nothing comes: it is over when they have gone on
-        await self._neighbors.exchange(self.done - 1, {}, others, inbox, self._deadline_s)
+        # nothing comes: it is over when they have gone on
+        await self._neighbors.exchange(self.done - 1, {}, others, Inbox({}, {}, 0), self._deadline_s)
         return await self._of_the_others()
-
-    # --- one attempt
 
     async def _by_blocks(self, number: int, members: Sequence[PeerId]) -> Arena | None:
         """The mean by mass, each block of which its root decides; None where a block is missing."""
-        me, others = self._peer.name, [name for name in members if name != self._peer.name]
+        me = self._peer.name
         roots = [name for name in members if self._voters.is_called(name)] or list(members)
         blocks = [blocks_of(part, len(roots)) for part in self._parts.values()]
         of_root = {root: dict(zip(self._parts, each, strict=True))
@@ -170,8 +103,8 @@ class Consensus:
         mine = await gather(number, members, of_root)
         if mine is None and me in roots:  # then nobody has all results
             return None
-        give, like = _among(members, mine or {}), _among(members, of_root[roots[0]])
-        told = dict.fromkeys(others, Parcel(give)) if give else {}
+        give, like = among(members, mine or {}), among(members, of_root[roots[0]])
+        told = {name: Parcel(give) for name in members if name != me} if give else {}
         came = await self._swap(number + 1, told, [root for root in roots if root != me], like)
         results = {root: parcel.parts for root, parcel in came.items()} | ({me: give} if give else {})
         if any(root not in results for root in roots):
@@ -187,7 +120,7 @@ class Consensus:
     ) -> Parts | None:
         """This root's block; None when a member's did not come, or this peer is no root."""
         me, mass = self._peer.name, {"mass": mass_of(self._peer)}
-        blocks = {root: _among(members, parts) for root, parts in of_root.items()}
+        blocks = {root: among(members, parts) for root, parts in of_root.items()}
         own = {root: Parcel(parts, mass) for root, parts in blocks.items() if root != me}
         expected = [name for name in members if name != me] if me in of_root else []
         came = await self._swap(number, own, expected, next(iter(blocks.values())))
@@ -254,7 +187,7 @@ class Consensus:
             named.update({*missed})
         slow = {name for name, times in named.items() if 2 * times > 1 + len(told.keys() - {name})}
         own = {name: {name: votes[name]} for name, (votes, _) in told.items() if name in votes}
-        return self._checked(number, [mine, *own.values()]), slow
+        return self._count(number, [mine, *own.values()]), slow
 
     async def _echoed(self, number: int, members: Sequence[PeerId], slow: set[PeerId]) -> set[PeerId]:
         """Add the votes that others got, without those of peers that voted for two models; returns the
@@ -263,22 +196,17 @@ class Consensus:
             return slow
         told = await self._tell(number + PHASES - 1, members, (self.votes, sorted(slow)))
         self.votes, named = (
-            self._checked(number, [self.votes, *(votes for votes, _ in told.values())]),
+            self._count(number, [self.votes, *(votes for votes, _ in told.values())]),
             Counter(slow),
         )
         for _, theirs in told.values():
             named.update({*theirs})
         return {name for name, times in named.items() if 2 * times > 1 + len(told)}
 
-    def _checked(self, number: int, told: Sequence[Votes]) -> Votes:
-        """The votes of this attempt that bear a peer's signature, of peers that voted for one model."""
-        found: dict[PeerId, dict[str, bytes]] = defaultdict(dict)
-        for votes in told:
-            for name, (made, vote) in votes.items():
-                if made not in found[name] and self._voters.voted(name, number, made, vote):
-                    found[name][made] = vote
-        self.lost |= {name: "voted for two models" for name, theirs in found.items() if len(theirs) > 1}
-        return {name: next(iter(theirs.items())) for name, theirs in found.items() if len(theirs) == 1}
+    def _count(self, number: int, told: Sequence[Votes]) -> Votes:
+        votes, twice = self._voters.checked(number, told)
+        self.lost |= dict.fromkeys(twice, "voted for two models")
+        return votes
 
     async def _tell(
         self, number: int, members: Sequence[PeerId], what: tuple[Votes, Sequence[PeerId]]
@@ -420,9 +348,3 @@ class Consensus:
         except BadUpdate as e:
             self.lost[peer] = f"its model: {e}"
             return None
-
-
-def _among(members: Sequence[PeerId], parts: Parts) -> Parts:
-    """The parts under names that only a peer takes who counts with the same members (OF_SOME)."""
-    tag = hashlib.sha256("\x1f".join(members).encode()).hexdigest()[:16]
-    return {f"{tag}/{name}": part for name, part in parts.items()}

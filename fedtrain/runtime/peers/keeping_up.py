@@ -20,11 +20,12 @@ from ...store import AGREED, Checkpoint
 from ...transport.overlay import FEW, turns_of
 from ...transport.zmq import ZmqNeighbors
 from ..journal import Journal, Lap
-from .consensus import ENDED, Consensus, Voters
+from .consensus import ENDED, Consensus
 from .gossip import Peer
 from .gossip_setup import fewest, needed
 from .parcels import other_parts, share_of_model, state_of, trained_part, write
 from .telling import in_words
+from .votes import Voters, parties
 
 ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
 NAMED = 3  # of those who are not here
@@ -112,6 +113,19 @@ async def catch_up(peer: Peer, neighbors: Neighbors, emit: Emit, rounds: int) ->
     return False
 
 
+async def keep_up(
+    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Callable[[int], Neighborhood]
+) -> None:
+    """Take the model of others where they are far ahead, and go on to the round of neighbours that are a
+    round ahead. What others are then told of this peer's shares must hold after a restart, too."""
+    rounds = journal.config.run.rounds
+    jumped = await catch_up(peer, neighbors, journal.emit, rounds)
+    if jumped and peer.pledges is not None:
+        journal.store.commit(checkpoint_of(peer), {})
+    if peer.pledges is None or not peer.pledges.began(peer.round):
+        peer.round = meeting(peer.round, near, neighbors.progress(), rounds)
+
+
 def meeting(
     round: int, near: Callable[[int], Neighborhood], progress: Mapping[PeerId, int], rounds: int
 ) -> int:
@@ -187,7 +201,7 @@ async def agree(
     lost = {name: in_words(why, config.run.rounds) for name, why in sorted(end.lost.items())}
     missing = [f"{name} ({why})" for name, why in [*lost.items()][:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"
-    missing += [f"{', '.join(who[:NAMED])}: digest {made[:8]}" for made, who in end.parties().items()]
+    missing += [f"{', '.join(who[:NAMED])}: digest {made[:8]}" for made, who in parties(end.votes).items()]
     why = f"no model of all: {', '.join(missing) or here}. This peer ends with its own. Started again"
     journal.emit(Notice(text=f"{why} while peers are there that have agreed, it takes theirs."))
     return peer.round, everybody

@@ -62,16 +62,7 @@ from .gossip_setup import (
     compared,
     of_a_peer,
 )  # fmt: skip
-from .keeping_up import (
-    agree,
-    catch_up,
-    checkpoint_of,
-    gather,
-    meeting,
-    peers_of,
-    see_off,
-    why_end,
-)
+from .keeping_up import agree, checkpoint_of, gather, keep_up, peers_of, see_off, why_end
 from .parcels import share_of_model
 from .pledges import Pledges
 from .shape import Shape
@@ -209,24 +200,25 @@ async def _rounds(
     if peer.sums is None:  # else the model of a round without a sum is this peer's alone, and its secret
         neighbors.publish(peer.round, share_of_model(peer.model))
     shape = Shape(graph, config.run.seed, journal.emit)
-    to_agree = config.gossip.agree and (checkpoint is None or AGREED not in checkpoint.state)
-    over = checkpoint if config.gossip.agree and not to_agree else None
-    if journal.reason_to_stop(peer.round, over) is None:
-        await gather(journal, peer, neighbors, roster)
-        shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
-        await _catch_up(journal, peer, neighbors)
-    if peer.pairs is not None:
-        peer.pairs.nearby = lambda: shape.round(*alive(neighbors, roster), peer.round, None)[peer.name]
-    stall = Stall(journal.emit, config.gossip.masks)
-    apart, now = "", set[PeerId]()
 
     def near_at(round: int) -> Neighborhood:
         graph = Topology("complete") if peer.algorithm.everyone(round) else None
         return shape.round(*alive(neighbors, roster), round, graph)[peer.name]
 
+    to_agree = config.gossip.agree and (checkpoint is None or AGREED not in checkpoint.state)
+    over = checkpoint if config.gossip.agree and not to_agree else None
+    if journal.reason_to_stop(peer.round, over) is None:
+        await gather(journal, peer, neighbors, roster)
+        shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
+        await keep_up(journal, peer, neighbors, near_at)
+    if peer.pairs is not None:
+        peer.pairs.nearby = lambda: shape.round(*alive(neighbors, roster), peer.round, None)[peer.name]
+    stall = Stall(journal.emit, config.gossip.masks)
+    apart, now = "", set[PeerId]()
+
     async def go_on() -> Neighborhood | None:
         before = peer.round
-        await _catch_up(journal, peer, neighbors, near_at)
+        await keep_up(journal, peer, neighbors, near_at)
         peer.round = min(peer.round, config.run.rounds - 1)  # it ends with that, where the others have ended
         if peer.round == before:
             return None
@@ -236,7 +228,7 @@ async def _rounds(
 
     while True:
         if peer.algorithm.waits and over is None:  # else the fast are ahead of the slow, and nobody minds
-            await _catch_up(journal, peer, neighbors, near_at)
+            await keep_up(journal, peer, neighbors, near_at)
         if journal.evaluation_is_due(peer.round) and not (to_agree and peer.round >= config.run.rounds):
             await _evaluate(journal, peer.name, peer.round, peer.model, trainer)
         reason = journal.reason_to_stop(peer.round, over)
@@ -276,19 +268,6 @@ def alive(neighbors: ZmqNeighbors, roster: Roster) -> tuple[Sequence[PeerId], in
     """Who is there, and the epoch of the graph over them: with all there, the graph that a simulation has."""
     view = neighbors.view()
     return view.alive, 0 if list(view.alive) == roster.peers() else view.epoch
-
-
-async def _catch_up(
-    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Callable[[int], Neighborhood] | None = None
-) -> None:
-    """Take the model of others where they are far ahead, and go on to the round of neighbours that are a
-    round ahead. What others are then told of this peer's shares must hold after a restart, too."""
-    rounds = journal.config.run.rounds
-    jumped = await catch_up(peer, neighbors, journal.emit, rounds)
-    if jumped and peer.pledges is not None:
-        journal.store.commit(checkpoint_of(peer), {})
-    if near is not None and not (peer.pledges is not None and peer.pledges.began(peer.round)):
-        peer.round = meeting(peer.round, near, neighbors.progress(), rounds)
 
 
 async def _round(

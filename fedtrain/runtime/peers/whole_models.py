@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,3 +84,9 @@ def signed(ring: RingVector) -> Vector:
 def sha256(model: Arena) -> str:
     """In hex, of a model's bytes."""
     return hashlib.sha256(model.payload).hexdigest()
+
+
+def among(members: Collection[PeerId], parts: Parts) -> Parts:
+    """The parts under names that only a peer takes who counts with the same members (OF_SOME)."""
+    tag = hashlib.sha256("\x1f".join(members).encode()).hexdigest()[:16]
+    return {f"{tag}/{name}": part for name, part in parts.items()}

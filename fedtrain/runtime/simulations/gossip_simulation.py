@@ -29,11 +29,12 @@ from ...topology import Topology
 from ...training.task import Task
 from ...transport.memory import LocalNetwork
 from ..journal import Journal, Lap, Result
-from ..peers.consensus import Consensus, Voters
+from ..peers.consensus import Consensus
 from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
 from ..peers.gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, fewest, of_a_peer
 from ..peers.parcels import trained_part
+from ..peers.votes import Voters
 from ..peers.whole_models import of_all
 from ..sites.spent import Spent
 from ..trainers.workbench import Workbench
