@@ -134,7 +134,7 @@ def test_a_loss_that_never_calls_its_model_is_told_so():
 
 
 def test_a_model_called_by_name_cannot_be_a_pipeline():
-    with pytest.raises(TaskError, match="not mask="):
+    with pytest.raises(TaskError, match="not with mask="):
         inputs_of(lambda model, batch: model(batch, mask=None), torch.ones(2))
 
 

@@ -202,7 +202,7 @@ def last_line(task, **settings):
 
 @pytest.mark.parametrize("task", LINES)
 def test_the_last_line_says_what_happened_and_what_to_change(task, here):
-    found = last_line(task)
+    found = last_line(task).replace("addmm: ", "")  # torch 2.15 names its operation
     assert re.sub(r"\(test_task_mistakes\.py:\d+\)$", "(PLACE)", found) == LINES[task]
 
 
