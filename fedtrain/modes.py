@@ -25,8 +25,14 @@ BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limi
           "limits.max_examples")  # fmt: skip
 NOISE = ("privacy.noise_multiplier", "privacy.clip", "privacy.unit", "privacy.where")
 STAR = (*BOUNDS, "compression.up", "compression.down", "evaluate.patience")
-SHARED = ("strategy.min_sites", "strategy.attempts", "parallel.schedule", "parallel.microbatches",
-          "parallel.comm_rank", "parallel.comm_fraction")  # fmt: skip
+SHARED = (
+    "strategy.min_sites",
+    "strategy.attempts",
+    "parallel.schedule",
+    "parallel.microbatches",
+    "parallel.comm_rank",
+    "parallel.comm_fraction",
+)
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
 
 
