@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 KEY_BYTES = 16
 
@@ -26,6 +27,8 @@ class Keystream:
 
         Box–Muller with 53 bits for each uniform number, in float64: up to 8.5 standard deviations.
         """
+        import numpy as np
+
         pairs = (size + 1) // 2
         words = self._bits(2 * pairs).reshape(2, pairs)
         radius = np.sqrt(-2 * np.log((words[0] + 1) * 2.0**-53))
@@ -35,9 +38,13 @@ class Keystream:
     def sample(self, count: int, probability: float) -> NDArray[np.intp]:
         """Which of `count` examples are in a Poisson sample, in order: each by itself with this
         probability."""
+        import numpy as np
+
         return np.flatnonzero(self._bits(count) * 2.0**-53 < probability)
 
     def _bits(self, size: int) -> NDArray[np.uint64]:
         """Uniform integers below 2^53 [size]."""
+        import numpy as np
+
         words: NDArray[np.uint64] = np.frombuffer(self._stream.update(bytes(8 * size)), dtype="<u8")
         return words >> np.uint64(11)

@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
-
 from ..config.values import Settings
 from ..errors import BadUpdate
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     Vector = torch.Tensor  # float32 [n], on the CPU
@@ -107,11 +106,13 @@ class Linear(Compressor):
         raise NotImplementedError("a linear compressor knows its length")
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
+        import numpy as np
         import torch
 
         return torch.from_numpy(self.project(checked(vector).numpy(), seed).view(np.uint8)), state
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
+        import numpy as np
         import torch
 
         values = sized(payload, self, n).numpy().view(np.float32)
@@ -167,6 +168,8 @@ class Keystream:
 
     def fill(self, out: np.ndarray[Any, Any]) -> None:
         """Fill a contiguous array with the next bytes."""
+        import numpy as np
+
         buffer = out.reshape(-1).view(np.uint8)
         for at in range(0, len(buffer), len(_ZEROS)):
             part = buffer[at : at + len(_ZEROS)]

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from ..config.values import AtLeastOne
 from .base import Keystream, Linear
 
@@ -42,6 +40,8 @@ class LowRank(Linear):
         return replace(self, shapes=tuple(shapes))
 
     def project(self, vector: Array, seed: int) -> Array:
+        import numpy as np
+
         n = len(vector)
         projected, at = np.empty(self.length(n), dtype=vector.dtype), 0
         for (start, rows, columns), basis in self._bases(n, seed, vector.dtype):
@@ -56,6 +56,8 @@ class LowRank(Linear):
         return projected
 
     def lift(self, vector: Array, seed: int, n: int) -> Array:
+        import numpy as np
+
         lifted, at = np.empty(n, dtype=vector.dtype), 0
         for (start, rows, columns), basis in self._bases(n, seed, vector.dtype):
             out = lifted[start : start + rows * columns].reshape(rows, columns)
@@ -77,6 +79,8 @@ class LowRank(Linear):
 
     def _bases(self, n: int, seed: int, dtype: object) -> Iterator[tuple[tuple[int, int, int], Array | None]]:
         """Every matrix as (start, rows, columns), with its B; None for a matrix that is sent unchanged."""
+        import numpy as np
+
         stream = Keystream(seed, "lowrank")
         for place in matrices(self.shapes, n):
             columns = place[2]

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from ..config.values import AtLeastOne
 from .base import Compressor, Keystream, buffer_of, checked, sized
 from .lowrank import matrices
@@ -38,6 +36,7 @@ class PowerSGD(Compressor):
 
     def init(self, n: int) -> State:
         """A pseudo-random first Q."""
+        import numpy as np
         import torch
 
         values = np.empty(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from .base import Compressor, Keystream, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
@@ -42,6 +40,7 @@ class Quantize(Compressor):
         return not self.unbiased
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
+        import numpy as np
         import torch
 
         vector, levels = checked(vector), (1 << (self.bits - 1)) - 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .base import Compressor, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
@@ -34,6 +32,7 @@ class Sign(Compressor):
         return True
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
+        import numpy as np
         import torch
 
         vector = checked(vector)
@@ -52,6 +51,7 @@ class Sign(Compressor):
         return payload, state
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
+        import numpy as np
         import torch
 
         scales, bits = parts(sized(payload, self, n), n, self.block)

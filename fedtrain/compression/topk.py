@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from ..config.values import Fraction
 from ..errors import BadUpdate
 from .base import Compressor, buffer_of, checked, sized
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from .base import Array, Payload, State, Vector
@@ -108,6 +107,8 @@ class Places:
 
     def encode(self, places: Indices) -> Bytes:
         """The bytes of k rising numbers below n."""
+        import numpy as np
+
         row = np.zeros(self._row, dtype=bool)
         row[(places >> self.low) + np.arange(self.k)] = True
         planes = [np.packbits((places & (1 << bit)) != 0) for bit in range(self.low)]
@@ -115,6 +116,8 @@ class Places:
 
     def decode(self, data: Bytes) -> Indices:
         """The numbers in the bytes; BadUpdate unless there are k of them, rising and below n."""
+        import numpy as np
+
         row = np.flatnonzero(np.unpackbits(data[self.low * self._plane :], count=self._row))
         if len(row) == self.k:
             places: Indices = (row - np.arange(self.k)) << self.low
@@ -134,6 +137,8 @@ def largest(values: Array, k: int) -> Indices:
     Values are not sorted: a sample gives a threshold that a few more than k values should reach, one pass
     selects those, and the k largest are chosen among them. When too few reach it, the threshold is lowered.
     """
+    import numpy as np
+
     n = len(values)
     if k == 0 or k >= n:
         return np.arange(k)
@@ -156,6 +161,8 @@ def largest(values: Array, k: int) -> Indices:
 
 def _reaching(values: Array, threshold: np.float32) -> Indices:
     """Indices with |value| >= threshold."""
+    import numpy as np
+
     sizes, found = np.empty(min(CHUNK, len(values)), dtype=values.dtype), []
     for at in range(0, len(values), CHUNK):
         part = values[at : at + CHUNK]
