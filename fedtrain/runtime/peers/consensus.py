@@ -62,6 +62,7 @@ class Consensus:
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
         self.votes: Votes = {}
         self._unproven = set[PeerId]()  # who said to have the model, and gave none that most voted for
+        self._taken: OneModel | None = None  # of one who has it, found while this peer still waited
 
     @property
     def done(self) -> int:
@@ -87,8 +88,7 @@ class Consensus:
             if (found := await self._settle(number, model)) is not None:
                 return await self._finished(found)
         others = sorted(self._neighbors.progress().keys() & {*self._alive()})
-        self._neighbors.announce(self.done - 1)
-        # nothing comes: it is over when they have gone on
+        self._neighbors.announce(self.done - 1)  # nothing comes: it is over when they have gone on
         await self._neighbors.exchange(self.done - 1, {}, others, Inbox({}, {}, 0), self._deadline_s)
         return await self._of_the_others()
 
@@ -182,9 +182,7 @@ class Consensus:
             made = self._voters.made(sha256(model), self._made_of)
             mine[self._peer.name] = made, self._voters.sign(self._voters.message(number, made))
         told = await self._tell(number + PHASES - 2, members, (mine, self._silent[:NAMED]))
-        named = Counter(self._silent)
-        for _, missed in told.values():
-            named.update({*missed})
+        named = Counter([*self._silent, *(name for _, missed in told.values() for name in {*missed})])
         slow = {name for name, times in named.items() if 2 * times > 1 + len(told.keys() - {name})}
         own = {name: {name: votes[name]} for name, (votes, _) in told.items() if name in votes}
         return self._count(number, [mine, *own.values()]), slow
@@ -195,12 +193,8 @@ class Consensus:
         if len(members) > ECHOED:
             return slow
         told = await self._tell(number + PHASES - 1, members, (self.votes, sorted(slow)))
-        self.votes, named = (
-            self._count(number, [self.votes, *(votes for votes, _ in told.values())]),
-            Counter(slow),
-        )
-        for _, theirs in told.values():
-            named.update({*theirs})
+        self.votes = self._count(number, [self.votes, *(votes for votes, _ in told.values())])
+        named = Counter([*slow, *(name for _, theirs in told.values() for name in {*theirs})])
         return {name for name, times in named.items() if 2 * times > 1 + len(told)}
 
     def _count(self, number: int, told: Sequence[Votes]) -> Votes:
@@ -237,17 +231,21 @@ class Consensus:
         for holder in voted:
             taken = await self._pull(holder)
             if taken is not None and self._voters.made(sha256(taken[1]), taken[2]) == made:
-                return OneModel(
-                    taken[1], sha256(taken[1]), who, replace(taken[2], attempt=number, votes=proof)
-                )
+                made_of = replace(taken[2], attempt=number, votes=proof)
+                return OneModel(taken[1], sha256(taken[1]), who, made_of)
         return None
 
     async def _of_the_others(self) -> OneModel | None:
         """The model of those who have finished: with the votes of most of the roster, or from so many."""
         done = [name for name, number in sorted(self._neighbors.progress().items()) if number == self.done]
-        holders: dict[str, list[PeerId]] = {}
         if done and self._turns > 1:  # more than those who are near may have finished
             done += sorted({*self._alive()} - {self._peer.name, *done})
+        found = self._taken or await self._proven(done)
+        return None if found is None else await self._finished(found)
+
+    async def _proven(self, done: Sequence[PeerId]) -> OneModel | None:
+        """The model that one of these gives with the votes of most of the roster, or that most give alike."""
+        holders: dict[str, list[PeerId]] = {}
         for name in done:
             taken = await self._pull(name)
             self._unproven.add(name)
@@ -256,10 +254,8 @@ class Consensus:
             digest, made_of = sha256(taken[1]), taken[2]
             made = self._voters.made(digest, made_of)
             holders.setdefault(made, []).append(name)
-            voted = [self._voters.voted(p, made_of.attempt, made, v) for p, v in made_of.votes.items()]
-            if max(sum(voted), len(holders[made])) >= self._voters.need:
-                who = sorted([self._peer.name, *holders[made]])
-                return await self._finished(OneModel(taken[1], digest, who, made_of))
+            if max(self._voters.for_it(made, made_of), len(holders[made])) >= self._voters.need:
+                return OneModel(taken[1], digest, sorted([self._peer.name, *holders[made]]), made_of)
         return None
 
     async def _finished(self, found: OneModel) -> OneModel:
@@ -294,9 +290,8 @@ class Consensus:
         total: RingSum,
     ) -> Collection[PeerId]:  # fmt: skip
         name = sum_name(at) if at is not None else ""
-        return await self._exchange(
-            number, given, expected, Inbox({name: total}, {name: signed(total.total)}, 0, patient=True)
-        )
+        inbox = Inbox({name: total}, {name: signed(total.total)}, 0, patient=True)
+        return await self._exchange(number, given, expected, inbox)
 
     async def _exchange(
         self, number: int, given: Mapping[PeerId, Parcel], expected: Sequence[PeerId], inbox: Inbox
@@ -304,7 +299,7 @@ class Consensus:
         shares = {name: share_of(parcel, 1.0, len(given)) for name, parcel in given.items()}
         arrived, missing = set[PeerId](), dict[PeerId, str]()
         for turn, part in enumerate(in_turn(self._peer.name, self._members, self._turns)):
-            if turn and self._is_over():
+            if turn and self._taken is not None:
                 break
             at = self._first + (number - self._first) * self._turns + turn
             to = {name: share for name, share in shares.items() if name in part}
@@ -321,10 +316,12 @@ class Consensus:
         self.lost |= missing
         return arrived
 
-    def _is_over(self) -> bool:
-        """Whether one of those who are near has the model: it stays for a while only, to give it."""
+    async def _is_over(self) -> bool:
+        """Whether one of those who are near has given the model: it stays for a while only, to give it."""
         done = {name for name, number in self._neighbors.progress().items() if number == self.done}
-        return self.rule is None and bool(done - self._unproven)
+        if self.rule is None and self._taken is None:
+            self._taken = await self._proven(sorted(done - self._unproven))
+        return self._taken is not None
 
     async def _unless_over(self, exchange: Coroutine[Any, Any, Exchanged]) -> Exchanged:
         """How it went; nothing came where it still waits for somebody when others have the model."""
@@ -332,8 +329,11 @@ class Consensus:
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=self._patience_s)
-                if not task.done() and self._is_over():
+                over = asyncio.ensure_future(self._is_over())
+                await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
+                if over.done() and over.result() and not task.done():
                     return Exchanged()
+                over.cancel()
             return task.result()
         finally:
             task.cancel()

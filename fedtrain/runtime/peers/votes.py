@@ -52,6 +52,10 @@ class Voters:
     def voted(self, peer: PeerId, number: int, made: str, vote: bytes) -> bool:
         return peer in self.names and self.proves(peer, self.message(number, made), vote)
 
+    def for_it(self, made: str, made_of: MadeOf) -> int:
+        """How many peers voted for a model, by the votes that came with it."""
+        return sum(self.voted(peer, made_of.attempt, made, vote) for peer, vote in made_of.votes.items())
+
     def check(self, made_of: MadeOf) -> None:
         """BadUpdate where a model is said to be made of more than the roster has."""
         if not {*made_of.of} <= {*self.names} or made_of.models > len(self.names):
