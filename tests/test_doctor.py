@@ -34,9 +34,12 @@ from fedtrain.runtime.trainers.boundary import Limit
 from fedtrain.schema import Schema
 from fedtrain.transport import port
 from tests.federation import aggregator
+from tests.folders import on_disk
 from tests.limits import WAIT_S
 from tests.ports import free_port, serving
 from tests.test_compare import TASK
+
+tmp_path = on_disk
 
 SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
 GOSSIP = '[gossip]\ntopology = "complete"\n'

@@ -61,7 +61,7 @@ class Sender:
 
     def resume(self, peer: PeerId, now: float) -> None:
         """Offer its share to a peer that was overdue, and is in this round now."""
-        if peer in self._out:
+        if peer in self._out and not self._out[peer].state.over:
             self.undecided.add(peer)
         self.found(peer, now)
 

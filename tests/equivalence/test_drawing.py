@@ -155,7 +155,7 @@ UNSEEN = {  # what would train something else, and say nothing
     "cp-planless": (drawn("Planless", cp=2), "nothing says along which dimension sequences lie"),
     "again": (
         drawn("Parts", checkpoint_activations=True),
-        "parallel.checkpoint_activations: it is done part",
+        "parallel.checkpoint_activations: it is done block",
     ),
 }
 BEYOND = {  # what a rank's part of the sequences would have another loss for

@@ -29,7 +29,7 @@ STRATEGY_KEYS = ("mu", "server_lr", "fixed")  # of [strategy], by its kind
 UNTYPED = {
     r"make (demo|test)": "hours or a new environment; `make test` runs this file",
     r"pip install .*|apt-get install .*": "the network; what it installs is there",
-    r"python benchmarks/.*|(sudo )?\.venv/bin/python benchmarks/.*|python3.11 -m venv .*": "hours",
+    r"benchmarks/gpu\.sh.*|((sudo )?\.venv/bin/)?python benchmarks/.*|python3.11 -m venv .*": "hours",
     r"export FEDTRAIN_RANKS_SECRET=.*|TORCH_DISABLE_.* torchrun --nnodes .*": "several machines",
     r".*(?:3c5fe…|70bd1…|5d0c2…).*": "keys of other machines; test_new.py types such",
     r"fedtrain track heart --to (mlflow|opentelemetry)=.*": "a tracker's server",

@@ -29,7 +29,10 @@ from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.schema import Schema
 from fedtrain.store.disk import open_for_writing
 from fedtrain.transport.streams import read_chunk
+from tests.folders import on_disk
 from tests.worlds import Command
+
+tmp_path = on_disk
 
 TASK = """
 import json, os, socket, subprocess
