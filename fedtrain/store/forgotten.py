@@ -12,7 +12,10 @@ KEY = "forgotten"  # of the row of `meta`
 
 def keep(db: Database, number: int) -> None:
     """Keep the rows of all rounds after this one, which are about to be removed."""
-    rows = {table: db.all(f"SELECT * FROM {table} WHERE round > ?", (number,)) for table in TABLES}  # noqa: S608
+    rows = {
+        table: db.all(f"SELECT * FROM {table} WHERE round > ?", (number,))  # noqa: S608 - names of ours
+        for table in TABLES
+    }
     db.put("meta", KEY, msgspec.json.encode(msgspec.msgpack.encode(rows)).decode())
 
 

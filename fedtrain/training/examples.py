@@ -164,7 +164,7 @@ def start_by_fork(loader: DataLoader[Any]) -> None:
     used = (type(loader.dataset), loader.collate_fn, loader.worker_init_fn)
     if method != "fork" and (own := {each.__module__ for each in used if each and is_of_project(each)}):
         raise TaskError(
-            f"data() gives a DataLoader whose workers start by {method}, and such a worker would import "
+            f"data() gives a DataLoader whose workers start by {method}, and that worker would import "
             f"{some([*own])} anew. Leave out multiprocessing_context: its workers then start by fork."
         )
 

@@ -34,9 +34,8 @@ class Courier:
         self.outbox = self.state.outbox
         self.finished: Exchanged | None = None  # of the last `begin`
         self._waits_s = math.inf  # when the others are to hear that this peer waits
-        self._said_s = (
-            self._ready_s
-        ) = -math.inf  # when it announced a round, and when they heard that it waits
+        self._said_s = -math.inf  # when it announced a round
+        self._ready_s = -math.inf  # when they heard that it waits
 
     # --- what the peer itself asks for
 

@@ -42,9 +42,8 @@ class PeerState:
     announced: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # a peer's last round, and when
     waiting: dict[PeerId, float] = field(default_factory=dict)  # since when it waits for others in that round
     own_s: float = math.inf  # this peer's last training
-    slow: set[PeerId] = field(
-        default_factory=set
-    )  # whose last training took half a deadline or more, and twice as long as ours
+    # Peers that needed half a deadline or more for their last training, and twice as long as this one.
+    slow: set[PeerId] = field(default_factory=set)
     patient: bool = False  # the exchange under way needs all of its shares
     overdue: set[PeerId] = field(default_factory=set)  # peers that the exchange under way does not wait for
     reachable: Callable[[PeerId], bool] = lambda peer: True  # whether there is a connection

@@ -42,7 +42,7 @@ class Voters:
         return len(self.names) // 2 + 1
 
     def made(self, digest: str, made_of: MadeOf) -> str:
-        """What peers vote for: a model, by its digest, and of whose models it is made."""
+        """What peers vote for: the digest of a model, and the peers that it is made of."""
         return hashlib.sha256("\n".join([digest, *made_of.of]).encode()).hexdigest()
 
     def message(self, number: int, made: str) -> bytes:
