@@ -177,7 +177,7 @@ class TorchOptimizer:
         if isinstance(taken, torch.Tensor):
             # As torch.amp's GradScaler does.
             found = torch.logical_not(taken, out=torch.empty((), device=taken.device))
-            self.inner.found_inf = found  # type: ignore[attr-defined]
+            self.inner.found_inf = found  # type: ignore[attr-defined]  # fused ones read it
         self.inner.step()
         self._begun = True
 

@@ -178,7 +178,7 @@ class Pipeline:
     def _arriving(self, stage: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A stage's inputs on its device."""
         here = self.mesh.device
-        return tuple(Moved.apply(t, here) for t in inputs)  # type: ignore[no-untyped-call]
+        return tuple(Moved.apply(t, here) for t in inputs)  # type: ignore[no-untyped-call]  # torch's
 
     def _leaving(self, index: int, stage: nn.Module, inputs: object, output: Any) -> Any:
         """A stage's outputs as they are sent."""
@@ -192,7 +192,7 @@ class Pipeline:
         there = self.mesh.device if index == self.number - 1 else self._between
         # A tensor that stays as it is must not become a view, which torch can't detach in place.
         for i in (i for i, t in enumerate(parts) if t.device != there or not t.is_contiguous()):
-            parts[i] = Moved.apply(parts[i], there)  # type: ignore[no-untyped-call]
+            parts[i] = Moved.apply(parts[i], there)  # type: ignore[no-untyped-call]  # torch's
         if isinstance(output, torch.Tensor):
             return parts[0]
         return parts if isinstance(output, list) else tuple(parts)
